@@ -19,20 +19,20 @@ use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::key_activation;
 use coreward_model::rss::RssConfig;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_wire::{AgentConfiguration, AgentService, SocketAnswer, SocketQuery, UnusableService, v1};
 
 use crate::config::{self, AgentConfig};
 use crate::connection_counter::ConnectionCounter;
-use crate::daisy_chain::DaisyChain;
+use crate::daisy_chain::DaisyChainNeighbours;
 use crate::decapsulation::{self, Decapsulator};
-use crate::load::cpu::CpuLoadSource;
+use crate::load::cpu::CpuBusyTimeSource;
 use crate::load::published::PublishedLoadFile;
 use crate::load::{LoadSource, queues};
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRssDevice;
 use crate::rss::input::InputTransformSearch;
-use crate::rss::manager::{DesiredRssSettings, RssManager};
+use crate::rss::manager::{DesiredRssSettings, NicRssConfigurator};
 use crate::rss::rss_verifier::{RssTableVerdict, RssTableVerifier};
 use crate::rss::testbed::TestbedRssDevice;
 use crate::rss_conflicts::RssConflicts;
@@ -53,14 +53,14 @@ pub struct Agent {
     nic_name: String,
     saved_settings: SettingsStore,
     bpf_programs: ServerPrograms,
-    rss_manager: RssManager,
-    syn_rss_verifier: RssTableVerifier,
+    rss_manager: NicRssConfigurator,
+    syn_queue_verifier: RssTableVerifier,
     /// Verifier of the RSS table by established connections, which a NIC's flow director may move to other queues.
-    established_rss_verifier: RssTableVerifier,
+    established_packet_queue_verifier: RssTableVerifier,
     input_transform_search: InputTransformSearch,
     load_source: Box<dyn LoadSource>,
     steering: ConnectionSteering,
-    daisy_chain: DaisyChain,
+    daisy_chain: DaisyChainNeighbours,
     decapsulator: Decapsulator,
     stall_detector: ConnectionStallDetector,
     unstamped_syn_ack_monitor: UnstampedSynAckMonitor,
@@ -113,10 +113,10 @@ fn attach_programs(config: &AgentConfig, interface_index: u32) -> anyhow::Result
     Ok(bpf_programs)
 }
 
-fn start_load_source(config: &config::LoadSourceConfig) -> anyhow::Result<Box<dyn LoadSource>> {
+fn start_load_source(config: &config::CoreLoadSourceConfig) -> anyhow::Result<Box<dyn LoadSource>> {
     Ok(match config {
-        config::LoadSourceConfig::Cpu {} => Box::new(CpuLoadSource::start()?),
-        config::LoadSourceConfig::Published { path } => Box::new(PublishedLoadFile::new(path.clone())),
+        config::CoreLoadSourceConfig::Cpu {} => Box::new(CpuBusyTimeSource::start()?),
+        config::CoreLoadSourceConfig::Published { path } => Box::new(PublishedLoadFile::new(path.clone())),
     })
 }
 
@@ -132,17 +132,17 @@ impl Agent {
             dispatcher: config.dispatch.as_ref().map(DispatcherHandle::start).transpose()?,
             load_source: start_load_source(&config.load)?,
             steering: ConnectionSteering::new(config.steer, &config.pin_directory),
-            daisy_chain: DaisyChain::new(&config.interface),
+            daisy_chain: DaisyChainNeighbours::new(&config.interface),
             decapsulator: Decapsulator::start(&config, interface_index)?,
-            stall_detector: ConnectionStallDetector::starting_at(read_handshake_counters(&bpf_programs)),
-            unstamped_syn_ack_monitor: UnstampedSynAckMonitor::starting_at(unstamped_syn_ack_count(&bpf_programs)),
-            rss_manager: RssManager::new(create_rss_device(&config, &nic_name)),
+            stall_detector: ConnectionStallDetector::with_baseline(read_handshake_counters(&bpf_programs)),
+            unstamped_syn_ack_monitor: UnstampedSynAckMonitor::with_baseline(unstamped_syn_ack_count(&bpf_programs)),
+            rss_manager: NicRssConfigurator::new(create_rss_device(&config, &nic_name)),
             nic_name,
             config,
             saved_settings,
             bpf_programs,
-            syn_rss_verifier: RssTableVerifier::default(),
-            established_rss_verifier: RssTableVerifier::default(),
+            syn_queue_verifier: RssTableVerifier::default(),
+            established_packet_queue_verifier: RssTableVerifier::default(),
             input_transform_search: InputTransformSearch::default(),
             cpu_of_queue: vec![],
             applied_configuration: None,
@@ -174,7 +174,7 @@ impl Agent {
         self.config.metrics
     }
 
-    pub fn tls_credential_files(&self) -> Option<&coreward_tls::CredentialFiles> {
+    pub fn tls_credential_files(&self) -> Option<&coreward_tls::TlsCredentialFiles> {
         self.config.tls.as_ref()
     }
 
@@ -204,7 +204,7 @@ impl Agent {
     /// confirmed only after the server has switched to its cookie key. Until then, packets are stamped with the
     /// previous key, which the controller may overwrite once all servers have confirmed.
     fn confirmed_config_generation(&self) -> u64 {
-        let (_, key_switch_ms) = self.bpf_programs.keys_and_switch_ms();
+        let (_, key_switch_ms) = self.bpf_programs.cookie_keys_and_switch_ms();
         let is_new_key_in_force = monotonic_ms().wrapping_sub(key_switch_ms) as i32 >= 0;
         if is_new_key_in_force { self.accepted_config_generation } else { 0 }
     }
@@ -275,7 +275,7 @@ impl Agent {
         let old_configuration = self.applied_configuration.as_ref();
         if old_configuration.is_none_or(|old| old.keys != new_configuration.keys) {
             let key_switch_ms = key_activation::key_activation_time_ms(
-                &self.bpf_programs.keys_and_switch_ms(),
+                &self.bpf_programs.cookie_keys_and_switch_ms(),
                 &new_configuration.keys,
                 monotonic_ms(),
             );
@@ -292,7 +292,7 @@ impl Agent {
         if self.config.manage_rss {
             let desired_rss = DesiredRssSettings {
                 rss_key: new_configuration.fleet_rss_key.clone(),
-                table_seed: new_configuration.server_id,
+                indirection_table_seed: new_configuration.server_id,
             };
             self.rss_manager.start_managing_rss(desired_rss, &mut self.saved_settings);
             self.on_rss_changed();
@@ -305,13 +305,17 @@ impl Agent {
         if self.config.manage_timestamps && has_stamped_services(configuration) {
             timestamps::manage_timestamps_sysctl(stamps_new_connections(configuration), &mut self.saved_settings)?;
         }
-        let service_parameters: Vec<_> =
-            configuration.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
-        configuration.address.into_iter().for_each(|address| self.bpf_programs.set_outer_address_family(address));
+        let service_parameters: Vec<_> = configuration
+            .services
+            .iter()
+            .map(|service| (service.address, service.server_id, service.settings))
+            .collect();
+        configuration.address.into_iter().for_each(|address| self.bpf_programs.set_outer_family_from_address(address));
         self.bpf_programs.set_services(&service_parameters)?;
         self.decapsulator.set_services(&configuration.services)?;
         // Only TCP services are steered, because only they have listening sockets.
-        let tcp_services = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
+        let tcp_services =
+            configuration.services.iter().filter(|service| service.address.protocol == TransportProtocol::Tcp);
         let tcp_service_addresses: Vec<_> = tcp_services.map(|service| service.address).collect();
         self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map_fd())
     }
@@ -324,9 +328,9 @@ impl Agent {
         }
         self.cpu_of_queue = queues::cpus_of_queues(&self.nic_name, self.rss_manager.receive_queue_count());
         self.load_source.set_queue_cpus(&self.cpu_of_queue);
-        self.renew_bpf_map_times();
+        self.prevent_bpf_time_overflow();
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
-        let rss_warning = self.verify_rss();
+        let rss_warning = self.verify_rss_and_warn();
         self.maintenance_warnings.clear();
         if let Some(configuration) =
             self.applied_configuration.as_ref().filter(|configuration| has_stamped_services(configuration))
@@ -349,7 +353,7 @@ impl Agent {
         self.maintenance_warnings.extend(rss_warning);
         self.maintenance_warnings.extend(self.connection_counter.uncounted_connections_warning());
         self.maintenance_warnings.extend(self.load_source.warnings());
-        self.maintenance_warnings.extend(self.steering.update_and_list_warnings(&self.cpu_of_queue));
+        self.maintenance_warnings.extend(self.steering.update_sockets_and_list_warnings(&self.cpu_of_queue));
         self.maintenance_warnings.extend(self.dispatcher.iter().flat_map(dispatch::dispatcher_warnings));
         if self.last_rss_conflict_check.is_none_or(|checked_at| checked_at.elapsed() > RSS_CONFLICT_CHECK_INTERVAL) {
             self.rss_conflict_warnings = RssConflicts::gather(&self.nic_name).describe_conflicts(&self.nic_name);
@@ -359,34 +363,34 @@ impl Agent {
     }
 
     /// Renews the 32-bit times in BPF maps before they are so old that their difference to the current time overflows.
-    fn renew_bpf_map_times(&mut self) {
-        let (keys, key_switch_ms) = self.bpf_programs.keys_and_switch_ms();
-        let renewed_key_switch_ms = key_activation::renew_activation_time_ms(key_switch_ms, monotonic_ms());
+    fn prevent_bpf_time_overflow(&mut self) {
+        let (keys, key_switch_ms) = self.bpf_programs.cookie_keys_and_switch_ms();
+        let renewed_key_switch_ms = key_activation::renewed_activation_time_ms(key_switch_ms, monotonic_ms());
         if renewed_key_switch_ms != key_switch_ms {
             self.bpf_programs.set_cookie_keys(&keys, renewed_key_switch_ms);
         }
-        self.bpf_programs.limit_clamp_time_ages(monotonic_ms());
+        self.bpf_programs.limit_tsval_clamp_ages(monotonic_ms());
     }
 
     fn on_rss_changed(&mut self) {
         self.bpf_programs.set_rss_config(self.rss_manager.known_rss(), self.rss_manager.settings_change_count() as u32);
-        let (matched_count, mismatched_count) = self.syn_queue_match_counts();
-        self.syn_rss_verifier.restart(matched_count, mismatched_count);
-        let (matched_count, mismatched_count) = self.established_queue_match_counts();
-        self.established_rss_verifier.restart(matched_count, mismatched_count);
+        let (matched_count, mismatched_count) = self.syn_match_and_mismatch_counts();
+        self.syn_queue_verifier.restart(matched_count, mismatched_count);
+        let (matched_count, mismatched_count) = self.established_match_and_mismatch_counts();
+        self.established_packet_queue_verifier.restart(matched_count, mismatched_count);
         self.input_transform_search.restart(self.bpf_programs.newest_syn_sample_sequence());
     }
 
-    fn syn_queue_match_counts(&self) -> (u64, u64) {
+    fn syn_match_and_mismatch_counts(&self) -> (u64, u64) {
         let counters = self.bpf_programs.counters();
         (counters[intf::SERVER_COUNTER_RSS_MATCHED as usize], counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize])
     }
 
-    fn verify_rss(&mut self) -> Option<String> {
-        let (matched_count, mismatched_count) = self.syn_queue_match_counts();
+    fn verify_rss_and_warn(&mut self) -> Option<String> {
+        let (matched_count, mismatched_count) = self.syn_match_and_mismatch_counts();
         let known_rss = self.rss_manager.known_rss()?;
         let syn_verdict =
-            self.syn_rss_verifier.observe_counts(&known_rss.indirection_table, matched_count, mismatched_count);
+            self.syn_queue_verifier.observe_counts(&known_rss.indirection_table, matched_count, mismatched_count);
         if syn_verdict == RssTableVerdict::NotInForce {
             let syn_samples =
                 self.bpf_programs.syn_samples_after_sequence(self.input_transform_search.last_sample_number());
@@ -404,9 +408,12 @@ impl Agent {
                 matched_count + mismatched_count
             ));
         }
-        let (matched_count, mismatched_count) = self.established_queue_match_counts();
-        let established_verdict =
-            self.established_rss_verifier.observe_counts(&known_rss.indirection_table, matched_count, mismatched_count);
+        let (matched_count, mismatched_count) = self.established_match_and_mismatch_counts();
+        let established_verdict = self.established_packet_queue_verifier.observe_counts(
+            &known_rss.indirection_table,
+            matched_count,
+            mismatched_count,
+        );
         (established_verdict == RssTableVerdict::NotInForce).then(|| {
             format!(
                 "{} moves open connections to other receive queues than RSS chose: {mismatched_count} of {} packets \
@@ -417,7 +424,7 @@ impl Agent {
         })
     }
 
-    fn established_queue_match_counts(&self) -> (u64, u64) {
+    fn established_match_and_mismatch_counts(&self) -> (u64, u64) {
         let counters = self.bpf_programs.counters();
         let read_counter = |counter: intf::server_counter| counters[counter as usize];
         (
@@ -429,7 +436,11 @@ impl Agent {
     /// Returns which of the queried connections still have a socket on this server. Reports all as open if the
     /// service's sockets are not visible here. Fails if the service does not use TCP or the kernel does not answer.
     pub fn answer_socket_query(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
-        ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
+        ensure!(
+            query.service.protocol == TransportProtocol::Tcp,
+            "sockets of {}: expected a service of TCP",
+            query.service
+        );
         let to_four_tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.vip_and_port);
         let four_tuples: Vec<FourTuple> = query.clients.iter().map(to_four_tuple).collect::<Result<_, _>>()?;
         let are_open = match self.bpf_programs.forwards_syn_acks(&query.service) {
@@ -488,7 +499,7 @@ impl Agent {
         self.rss_manager.restore_original_settings(&mut self.saved_settings);
         steering::end_all_steering(&self.config.pin_directory)?;
         decapsulation::detach_program(&self.config)?;
-        timestamps::restore_sysctl(&mut self.saved_settings)?;
+        timestamps::restore_timestamps_sysctl(&mut self.saved_settings)?;
         self.bpf_programs.detach_and_unpin()?;
         self.saved_settings.remove_pinned_map()?;
         pins::remove_pin_directory_if_empty(&self.config.pin_directory)
@@ -498,12 +509,12 @@ impl Agent {
 /// Returns whether the servers stamp at least one service, which requires TCP timestamps without a random offset per
 /// connection.
 fn has_stamped_services(configuration: &AgentConfiguration) -> bool {
-    configuration.services.iter().any(|service| service.mode.is_stamped_by_servers())
+    configuration.services.iter().any(|service| service.settings.servers_stamp_packets())
 }
 
 /// Returns whether the servers stamp new connections. They do not during a handover to another load balancer.
 fn stamps_new_connections(configuration: &AgentConfiguration) -> bool {
-    configuration.services.iter().any(|service| service.mode.servers_stamp_new_connections())
+    configuration.services.iter().any(|service| service.settings.servers_stamp_new_connections())
 }
 
 fn read_handshake_counters(bpf_programs: &ServerPrograms) -> HandshakeCounters {

@@ -25,9 +25,9 @@ config_struct! {
         /// Whether the agent sets net.ipv4.tcp_timestamps=2 for stamped services; if not, the operator must set it.
         pub manage_timestamps: bool = true,
         /// Selection of the worker that gets the connections of a receive queue.
-        pub steer: SteeringMode = SteeringMode::Affinity,
+        pub steer: ConnectionSteeringMode = ConnectionSteeringMode::Affinity,
         /// Source of the cores' loads.
-        pub load: LoadSourceConfig = LoadSourceConfig::Cpu {},
+        pub load: CoreLoadSourceConfig = CoreLoadSourceConfig::Cpu {},
         /// Source of the RSS key and indirection table.
         pub rss: RssSourceConfig = RssSourceConfig::Ethtool {},
         /// Load balancers whose encapsulated packets are accepted, by address; without it, none are decapsulated.
@@ -35,7 +35,7 @@ config_struct! {
         /// Address and port at which Prometheus can read metrics; without it, no metrics are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate and trusted authorities; without it, connections are neither encrypted nor authenticated.
-        pub tls: Option<coreward_tls::CredentialFiles>,
+        pub tls: Option<coreward_tls::TlsCredentialFiles>,
         /// Dispatch of requests to the workers of UDP services.
         pub dispatch: Option<coreward_dispatch::config::DispatchConfig>,
     }
@@ -43,7 +43,7 @@ config_struct! {
 
 /// Selection of the worker that gets the connections of a receive queue.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum SteeringMode {
+pub enum ConnectionSteeringMode {
     /// Worker that may run on the queue's CPU, and on at most one other CPU.
     #[default]
     Affinity,
@@ -54,16 +54,20 @@ pub enum SteeringMode {
 }
 
 string_enum!(
-    SteeringMode,
+    ConnectionSteeringMode,
     "steering",
-    [("affinity", SteeringMode::Affinity), ("order", SteeringMode::Order), ("off", SteeringMode::Off)]
-        .map(|(name, steer)| (name.to_owned(), steer))
+    [
+        ("affinity", ConnectionSteeringMode::Affinity),
+        ("order", ConnectionSteeringMode::Order),
+        ("off", ConnectionSteeringMode::Off)
+    ]
+    .map(|(name, steer)| (name.to_owned(), steer))
 );
 
 config_enum! {
     /// Source of the cores' loads.
     #[derive(Debug, Clone, PartialEq, Eq)]
-    pub enum LoadSourceConfig by "source" {
+    pub enum CoreLoadSourceConfig by "source" {
         /// Busy time of the CPU that serves each receive queue.
         Cpu as "cpu" {},
         /// File with the total busy time of each core in ns, as little-endian u64.
@@ -98,7 +102,7 @@ mod tests {
 
     use super::*;
 
-    const MINIMAL_CONFIG_TOML: &str = r#"server = "s1"
+    const MINIMAL_AGENT_CONFIG_TOML: &str = r#"server = "s1"
 controller = "10.1.0.1:7400"
 interface = "eth0"
 pin_directory = "/sys/fs/bpf/coreward/agent"
@@ -109,12 +113,12 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn minimal_file_gets_defaults() {
-        let config = parse_config(MINIMAL_CONFIG_TOML).unwrap();
+    fn minimal_config_file_gets_defaults() {
+        let config = parse_config(MINIMAL_AGENT_CONFIG_TOML).unwrap();
         assert_eq!((config.manage_rss, config.manage_timestamps), (false, true));
         assert_eq!(
             (config.steer, config.load, config.rss),
-            (SteeringMode::Affinity, LoadSourceConfig::Cpu {}, RssSourceConfig::Ethtool {})
+            (ConnectionSteeringMode::Affinity, CoreLoadSourceConfig::Cpu {}, RssSourceConfig::Ethtool {})
         );
         assert_eq!(config.dispatch, None);
     }
@@ -122,41 +126,49 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     #[test]
     fn every_key_in_the_agent_file_of_testbed_is_parsed() {
         let text = format!(
-            "{MINIMAL_CONFIG_TOML}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
+            "{MINIMAL_AGENT_CONFIG_TOML}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
              load = {{ source = \"published\", path = \"/tmp/busy\" }}\nrss = {{ source = \"testbed\", path = \"/r\" \
              }}\n"
         );
         let config = parse_config(&text).unwrap();
-        assert_eq!((config.manage_rss, config.manage_timestamps, config.steer), (true, false, SteeringMode::Order));
-        assert_eq!(config.load, LoadSourceConfig::Published { path: "/tmp/busy".into() });
+        assert_eq!(
+            (config.manage_rss, config.manage_timestamps, config.steer),
+            (true, false, ConnectionSteeringMode::Order)
+        );
+        assert_eq!(config.load, CoreLoadSourceConfig::Published { path: "/tmp/busy".into() });
         assert_eq!(config.rss, RssSourceConfig::Testbed { path: "/r".into(), entries: 128 });
     }
 
     #[test]
-    fn dispatch_table_equals_a_parsed_coreward_dispatch_file() {
+    fn dispatch_section_parses_like_a_dispatch_file() {
         let service_toml = "listen = \"0.0.0.0:53\"\npolicy = \"jlq\"\n";
         let dispatch_toml = format!("[[service]]\n{service_toml}[[service.type]]\nprefix = \"get \"\n");
         let dispatch_config =
             coreward_dispatch::config::DispatchConfig::parse(&TomlSource::from_text("dispatch.toml", &dispatch_toml))
                 .unwrap();
         let text = format!(
-            "{MINIMAL_CONFIG_TOML}[[dispatch.service]]\n{service_toml}[[dispatch.service.type]]\nprefix = \"get \"\n"
+            "{MINIMAL_AGENT_CONFIG_TOML}[[dispatch.service]]\n{service_toml}[[dispatch.service.type]]\n\
+             prefix = \"get \"\n"
         );
         assert_eq!(parse_config(&text).unwrap().dispatch, Some(dispatch_config));
         assert_eq!(
-            parse_config(&format!("{MINIMAL_CONFIG_TOML}[[dispatch.service]]\nlisten = \"0.0.0.0:53\"\nbound = 0\n"))
-                .unwrap_err(),
+            parse_config(&format!(
+                "{MINIMAL_AGENT_CONFIG_TOML}[[dispatch.service]]\nlisten = \"0.0.0.0:53\"\nbound = 0\n"
+            ))
+            .unwrap_err(),
             "agent.toml:7:9: key `dispatch.service.bound`: 0: expected a whole number from 1 to 65535"
         );
         assert_eq!(
             parse_config(&format!(
-                "{MINIMAL_CONFIG_TOML}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n{service_toml}"
+                "{MINIMAL_AGENT_CONFIG_TOML}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n\
+                 {service_toml}"
             ))
             .unwrap_err(),
             "agent.toml:6:11: key `dispatch.metrics`: 127.0.0.1:9440: expected `metrics` outside of this table: the \
              daemon serves all"
         );
-        let error_text = parse_config(&format!("{MINIMAL_CONFIG_TOML}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
+        let error_text =
+            parse_config(&format!("{MINIMAL_AGENT_CONFIG_TOML}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
         assert_eq!(error_text.lines().count(), 2, "{error_text}");
         assert!(error_text.contains("agent.toml:6:1: key `dispatch.service.liste`: is not known"), "{error_text}");
     }
@@ -187,7 +199,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
         ];
         for (line, message) in cases {
             assert_eq!(
-                parse_config(&format!("{MINIMAL_CONFIG_TOML}{line}\n")).unwrap_err(),
+                parse_config(&format!("{MINIMAL_AGENT_CONFIG_TOML}{line}\n")).unwrap_err(),
                 format!("agent.toml:{message}")
             );
         }

@@ -8,27 +8,27 @@ use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
 use coreward_dataplane::sockets::counts::count_connections;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_wire::{AgentConfiguration, CountedConnections};
 
 /// Interval between the starts of two connection counts, while the server does not drain.
 const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval between the starts of two connection counts, while the server drains.
-const DRAINING_COUNT_INTERVAL: Duration = Duration::from_secs(1);
+const DRAINING_CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum interval between the starts of two counts, as a multiple of a count's duration, so that counting uses at
 /// most 1/20 of a CPU.
-const MIN_INTERVAL_TO_DURATION_RATIO: u32 = 20;
+const MIN_INTERVAL_PER_COUNT_DURATION: u32 = 20;
 
 /// Counter of the open connections of each service. It holds the newest count and the thread of the current count.
 #[derive(Default)]
 pub struct ConnectionCounter {
-    newest_count: Option<ConnectionCount>,
-    counting_thread: Option<JoinHandle<anyhow::Result<ConnectionCount>>>,
-    count_problem: Option<String>,
-    last_start_and_duration: Option<(Instant, Duration)>,
+    newest_count: Option<FinishedConnectionCount>,
+    counting_thread: Option<JoinHandle<anyhow::Result<FinishedConnectionCount>>>,
+    counting_error: Option<String>,
+    last_count_start_and_duration: Option<(Instant, Duration)>,
 }
 
-struct ConnectionCount {
+struct FinishedConnectionCount {
     start_time: Instant,
     counting_duration: Duration,
     configuration_generation: u64,
@@ -37,7 +37,7 @@ struct ConnectionCount {
 
 impl ConnectionCounter {
     /// Stores the result of a finished count, and starts the next count when it is due.
-    pub fn collect_and_start_counts(&mut self, configuration: Option<&AgentConfiguration>) {
+    pub fn store_result_and_start_count(&mut self, configuration: Option<&AgentConfiguration>) {
         if let Some(finished_thread) = self.counting_thread.take_if(|thread| thread.is_finished()) {
             let count_result = finished_thread.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
             self.record_count_result(count_result);
@@ -49,22 +49,23 @@ impl ConnectionCounter {
     }
 
     fn is_count_due(&self, is_draining: bool) -> bool {
-        let interval = if is_draining { DRAINING_COUNT_INTERVAL } else { CONNECTION_COUNT_INTERVAL };
-        self.last_start_and_duration.is_none_or(|(last_start, last_duration)| {
-            last_start.elapsed() >= interval.max(last_duration * MIN_INTERVAL_TO_DURATION_RATIO)
+        let interval = if is_draining { DRAINING_CONNECTION_COUNT_INTERVAL } else { CONNECTION_COUNT_INTERVAL };
+        self.last_count_start_and_duration.is_none_or(|(last_start, last_duration)| {
+            last_start.elapsed() >= interval.max(last_duration * MIN_INTERVAL_PER_COUNT_DURATION)
         })
     }
 
     fn start_counting(&mut self, configuration: &AgentConfiguration) {
         let start_time = Instant::now();
-        self.last_start_and_duration = Some((start_time, Duration::ZERO));
+        self.last_count_start_and_duration = Some((start_time, Duration::ZERO));
         let configuration_generation = configuration.generation;
-        let tcp_services = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
+        let tcp_services =
+            configuration.services.iter().filter(|service| service.address.protocol == TransportProtocol::Tcp);
         let (service_names, service_addresses): (Vec<String>, Vec<SocketAddr>) =
             tcp_services.map(|service| (service.name.clone(), service.address.vip_and_port)).unzip();
         let count_connections = move || {
             let counts_by_service = service_names.into_iter().zip(count_connections(&service_addresses)?).collect();
-            Ok(ConnectionCount {
+            Ok(FinishedConnectionCount {
                 start_time,
                 counting_duration: start_time.elapsed(),
                 configuration_generation,
@@ -77,13 +78,15 @@ impl ConnectionCounter {
         }
     }
 
-    fn record_count_result(&mut self, count_result: anyhow::Result<ConnectionCount>) {
-        if let (Some((_, last_duration)), Ok(connection_count)) = (&mut self.last_start_and_duration, &count_result) {
+    fn record_count_result(&mut self, count_result: anyhow::Result<FinishedConnectionCount>) {
+        if let (Some((_, last_duration)), Ok(connection_count)) =
+            (&mut self.last_count_start_and_duration, &count_result)
+        {
             *last_duration = connection_count.counting_duration;
         }
         let problem = count_result.as_ref().err().map(|error| format!("connections are not counted: {error:#}"));
         if let Err(error) = &count_result
-            && self.count_problem != problem
+            && self.counting_error != problem
         {
             tracing::warn!(
                 event = "connections-uncounted",
@@ -91,13 +94,13 @@ impl ConnectionCounter {
                 "the agent cannot count the services' open connections: its reports omit these counts"
             );
         }
-        self.count_problem = problem;
+        self.counting_error = problem;
         self.newest_count = count_result.ok();
     }
 
     /// Starts a stream to a controller. Discards older counts, which belong to configurations of the previous stream.
     pub fn begin_controller_stream(&mut self) {
-        *self = Self { count_problem: self.count_problem.take(), ..Self::default() };
+        *self = Self { counting_error: self.counting_error.take(), ..Self::default() };
     }
 
     pub fn newest_counted_connections(&self) -> Option<CountedConnections> {
@@ -110,6 +113,6 @@ impl ConnectionCounter {
 
     /// Returns the reason why connections could not be counted, for `coreward status`, or `None` if they were counted.
     pub fn uncounted_connections_warning(&self) -> Option<String> {
-        self.count_problem.clone()
+        self.counting_error.clone()
     }
 }

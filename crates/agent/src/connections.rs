@@ -10,7 +10,7 @@ const SOCKSTAT_IPV6_PATH: &str = "/proc/thread-self/net/sockstat6";
 
 /// Returns this machine's number of established TCP connections and listening sockets, or 0 if it is unknown. The
 /// controller derives a connection's mean load from it, so a few listening sockets do not matter.
-pub fn open_connection_count() -> u32 {
+pub fn open_tcp_connection_count() -> u32 {
     let count_in_file = |path| fs::read_to_string(path).ok().and_then(|text| parse_tcp_in_use(&text)).unwrap_or(0);
     count_in_file(SOCKSTAT_PATH) + count_in_file(SOCKSTAT_IPV6_PATH)
 }
@@ -39,7 +39,7 @@ mod tests {
     fn ipv6_sockets_are_counted() {
         // The number exceeds the IPv4 sockets that the test process has, so only IPv6 sockets can account for it.
         let listeners: Vec<_> = (0..500).map(|_| std::net::TcpListener::bind("[::]:0").unwrap()).collect();
-        assert!(open_connection_count() >= listeners.len() as u32);
+        assert!(open_tcp_connection_count() >= listeners.len() as u32);
     }
 
     #[test]

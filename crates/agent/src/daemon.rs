@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_daemon::ControllerConnection;
-use coreward_daemon::metrics_endpoint::ScrapeReceiver;
+use coreward_daemon::metrics_endpoint::MetricsScrapeReceiver;
 use coreward_dataplane::pins::PinDirectoryLock;
 use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_rpc::v1::control_client::ControlClient;
@@ -26,7 +26,7 @@ use crate::config::AgentConfig;
 use crate::report_state::SentReportState;
 
 /// Interval of maintenance runs, which check whether other programs have changed settings.
-const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
+const AGENT_MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Runs the agent until SIGTERM or SIGINT. SIGHUP makes it read the `[dispatch]` section again. On exit, the BPF
 /// programs remain pinned, and the NIC's RSS is restored. Fails if the configuration file is wrong, another agent uses
 /// the pin directory, the interface does not exist, or the kernel rejects the programs.
@@ -37,9 +37,9 @@ pub fn run_agent(config: &Path) -> anyhow::Result<()> {
     let mut agent = Agent::start(config)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup_signal = signal(SignalKind::hangup())?;
-        let scrape_receiver = ScrapeReceiver::listen(agent.metrics_address())?;
-        let background_tasks = BackgroundTaskSources {
-            maintenance_timer: start_timer(MAINTENANCE_INTERVAL),
+        let scrape_receiver = MetricsScrapeReceiver::listen(agent.metrics_address())?;
+        let background_tasks = BackgroundTaskTriggers {
+            maintenance_timer: start_timer(AGENT_MAINTENANCE_INTERVAL),
             reload_signal_and_file: Some((hangup_signal, config_file.to_owned())),
             scrape_receiver,
         };
@@ -58,10 +58,10 @@ pub fn run_agent(config: &Path) -> anyhow::Result<()> {
 pub fn keep_agent_connected(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
         let controller_connection = new_controller_connection(agent)?;
-        let background_tasks = BackgroundTaskSources {
-            maintenance_timer: start_timer(MAINTENANCE_INTERVAL),
+        let background_tasks = BackgroundTaskTriggers {
+            maintenance_timer: start_timer(AGENT_MAINTENANCE_INTERVAL),
             reload_signal_and_file: None,
-            scrape_receiver: ScrapeReceiver::default(),
+            scrape_receiver: MetricsScrapeReceiver::default(),
         };
         Ok(run_controller_sessions(agent, controller_connection, background_tasks).await)
     })
@@ -76,20 +76,20 @@ fn new_controller_connection(agent: &Agent) -> anyhow::Result<ControllerConnecti
 }
 
 /// Sources of the agent's background tasks, which also run while no controller is connected.
-struct BackgroundTaskSources {
+struct BackgroundTaskTriggers {
     maintenance_timer: Interval,
     /// Stream of SIGHUP signals, and the configuration file to read after each. `None` if the agent has no such file.
     reload_signal_and_file: Option<(Signal, PathBuf)>,
-    scrape_receiver: ScrapeReceiver,
+    scrape_receiver: MetricsScrapeReceiver,
 }
 
 enum BackgroundTask {
-    Maintain,
+    MaintainAgent,
     ReloadConfig(PathBuf),
-    AnswerScrape(oneshot::Sender<MetricsSnapshot>),
+    AnswerMetricsScrape(oneshot::Sender<MetricsSnapshot>),
 }
 
-impl BackgroundTaskSources {
+impl BackgroundTaskTriggers {
     /// Waits for the next background task. Cancel-safe: no task is lost if the future is dropped.
     async fn next_task(&mut self) -> BackgroundTask {
         let reload = async {
@@ -102,14 +102,14 @@ impl BackgroundTaskSources {
             }
         };
         tokio::select! {
-            _ = self.maintenance_timer.tick() => BackgroundTask::Maintain,
+            _ = self.maintenance_timer.tick() => BackgroundTask::MaintainAgent,
             path = reload => BackgroundTask::ReloadConfig(path),
-            scrape = self.scrape_receiver.receive_scrape() => BackgroundTask::AnswerScrape(scrape),
+            scrape = self.scrape_receiver.receive_scrape() => BackgroundTask::AnswerMetricsScrape(scrape),
         }
     }
 
     /// Runs background tasks until `future` completes, and returns its result.
-    async fn run_tasks_until_complete<T>(
+    async fn run_tasks_while_awaiting<T>(
         &mut self,
         agent: &mut Agent,
         connection: &ControllerConnection,
@@ -128,8 +128,8 @@ impl BackgroundTaskSources {
 impl BackgroundTask {
     fn perform(self, agent: &mut Agent, connection: &ControllerConnection) {
         let config_file = match self {
-            Self::Maintain => return agent.run_maintenance(),
-            Self::AnswerScrape(scrape) => {
+            Self::MaintainAgent => return agent.run_maintenance(),
+            Self::AnswerMetricsScrape(scrape) => {
                 let mut snapshot = agent.metrics_snapshot(&connection.certificate_warnings());
                 connection.add_metrics(&mut snapshot);
                 // Sending fails only if the client has disconnected, so the error is ignored.
@@ -174,19 +174,19 @@ fn start_timer(period: Duration) -> Interval {
 async fn run_controller_sessions(
     agent: &mut Agent,
     mut connection: ControllerConnection,
-    mut tasks: BackgroundTaskSources,
+    mut tasks: BackgroundTaskTriggers,
 ) -> std::convert::Infallible {
     loop {
         let error = run_controller_session(&mut connection, agent, &mut tasks).await.err();
         let retry_delay = connection.record_stream_end(error.as_ref());
-        tasks.run_tasks_until_complete(agent, &connection, tokio::time::sleep(retry_delay)).await;
+        tasks.run_tasks_while_awaiting(agent, &connection, tokio::time::sleep(retry_delay)).await;
     }
 }
 
 async fn run_controller_session(
     connection: &mut ControllerConnection,
     agent: &mut Agent,
-    tasks: &mut BackgroundTaskSources,
+    tasks: &mut BackgroundTaskTriggers,
 ) -> anyhow::Result<()> {
     let mut stream = ControllerStream::open(connection, agent, tasks).await?;
     loop {
@@ -216,9 +216,9 @@ impl ControllerStream {
     async fn open(
         connection: &mut ControllerConnection,
         agent: &mut Agent,
-        tasks: &mut BackgroundTaskSources,
+        tasks: &mut BackgroundTaskTriggers,
     ) -> anyhow::Result<Self> {
-        let grpc_channel = tasks.run_tasks_until_complete(agent, connection, connection.connect()).await?;
+        let grpc_channel = tasks.run_tasks_while_awaiting(agent, connection, connection.connect()).await?;
         let mut client = ControlClient::new(grpc_channel);
         let (message_sender, message_receiver) = mpsc::channel(4);
         let registration = v1::AgentRegistration {
@@ -227,7 +227,7 @@ impl ControllerStream {
         };
         message_sender.send(to_agent_message(Message::Registration(registration))).await?;
         let stream_request = client.agent(ReceiverStream::new(message_receiver));
-        let stream_response = tasks.run_tasks_until_complete(agent, connection, stream_request).await?;
+        let stream_response = tasks.run_tasks_while_awaiting(agent, connection, stream_request).await?;
         let updates = connection.accept_stream(stream_response)?;
         agent.begin_controller_stream();
         tracing::info!(

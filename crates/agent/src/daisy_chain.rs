@@ -13,20 +13,20 @@ use coreward_model::ServerId;
 use coreward_wire::PreviousServer;
 
 #[derive(Debug)]
-pub struct DaisyChain {
+pub struct DaisyChainNeighbours {
     interface: String,
     /// Resolver of the servers' MAC addresses, and the channel for its results. `None` until there is a server.
-    resolver_and_changes: Option<(NeighbourResolver, Receiver<NeighbourMacChange>)>,
+    resolver_and_change_receiver: Option<(NeighbourResolver, Receiver<NeighbourMacChange>)>,
     server_ids_by_address: BTreeMap<IpAddr, Vec<ServerId>>,
     mac_addresses: HashMap<IpAddr, MacAddress>,
 }
 
-impl DaisyChain {
+impl DaisyChainNeighbours {
     /// Returns an empty daisy chain, which will resolve the MAC addresses of its servers on the device `interface`.
     pub fn new(interface: &str) -> Self {
         Self {
             interface: interface.to_owned(),
-            resolver_and_changes: None,
+            resolver_and_change_receiver: None,
             server_ids_by_address: BTreeMap::new(),
             mac_addresses: HashMap::new(),
         }
@@ -54,12 +54,12 @@ impl DaisyChain {
                 .iter()
                 .for_each(|id| bpf_programs.set_other_server_mac(*id, Some(*mac)));
         }
-        if self.resolver_and_changes.is_none() && !self.server_ids_by_address.is_empty() {
-            self.resolver_and_changes = Some(
+        if self.resolver_and_change_receiver.is_none() && !self.server_ids_by_address.is_empty() {
+            self.resolver_and_change_receiver = Some(
                 NeighbourResolver::start(&self.interface).context("cannot resolve MAC addresses of other servers")?,
             );
         }
-        if let Some((resolver, _)) = &self.resolver_and_changes {
+        if let Some((resolver, _)) = &self.resolver_and_change_receiver {
             resolver.set_addresses(self.server_ids_by_address.keys().copied().collect());
         }
         Ok(())
@@ -67,7 +67,7 @@ impl DaisyChain {
 
     /// Copies newly resolved MAC addresses into the BPF maps.
     pub fn apply_mac_address_changes(&mut self, bpf_programs: &mut ServerPrograms) {
-        let Some((_, mac_changes)) = &self.resolver_and_changes else { return };
+        let Some((_, mac_changes)) = &self.resolver_and_change_receiver else { return };
         for NeighbourMacChange { address, mac } in mac_changes.try_iter() {
             let Some(server_ids) = self.server_ids_by_address.get(&address) else { continue };
             server_ids.iter().for_each(|id| bpf_programs.set_other_server_mac(*id, mac));

@@ -30,7 +30,8 @@ impl Decapsulator {
     }
 
     pub fn set_services(&mut self, services: &[AgentService]) -> anyhow::Result<()> {
-        let filter_encapsulated_services = || services.iter().filter(|service| service.mode.forwarding.encapsulates());
+        let filter_encapsulated_services =
+            || services.iter().filter(|service| service.settings.forwarding.encapsulates());
         self.encapsulated_service_names = filter_encapsulated_services().map(|service| service.name.clone()).collect();
         let vips: Vec<IpAddr> =
             filter_encapsulated_services().map(|service| service.address.vip_and_port.ip()).collect();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use coreward_wire::{AgentConfiguration, v1};
 
 /// Interval between reports with details, such as counters, which do not influence placement tables.
-const REPORT_DETAILS_INTERVAL: Duration = Duration::from_secs(1);
+const DETAILED_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Parts of reports that were already sent on a stream. Empty when the stream starts.
 #[derive(Debug, Clone, Default)]
@@ -28,11 +28,11 @@ impl SentReportState {
 
     /// Returns whether the next report must contain details. While the server drains, every report must, because
     /// operators then wait for the connection counts.
-    pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
+    pub fn next_report_needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
         let may_omit_details = configuration.is_some_and(|configuration| !configuration.is_draining);
         let newest_details = self.last_sent_details.as_ref().filter(|_| may_omit_details);
         newest_details.is_none_or(|sent_details| {
-            sent_details.send_time.elapsed() >= REPORT_DETAILS_INTERVAL || sent_details.sent_warnings != *warnings
+            sent_details.send_time.elapsed() >= DETAILED_REPORT_INTERVAL || sent_details.sent_warnings != *warnings
         })
     }
 
@@ -52,11 +52,11 @@ mod tests {
     #[test]
     fn first_report_and_reports_with_new_warnings_need_details() {
         let initial_state = SentReportState::default();
-        assert!(initial_state.needs_details(None, &[]), "nothing was sent");
+        assert!(initial_state.next_report_needs_details(None, &[]), "nothing was sent");
         let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
         let sent_state = initial_state.state_after_sending_report(&report);
         assert_eq!(sent_state.sent_rss_generation(), 3);
-        assert!(sent_state.needs_details(None, &report.warnings), "there is no configuration yet");
+        assert!(sent_state.next_report_needs_details(None, &report.warnings), "there is no configuration yet");
         let report_without_details = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
         assert_eq!(
             sent_state.state_after_sending_report(&report_without_details).last_sent_details.unwrap().sent_warnings,

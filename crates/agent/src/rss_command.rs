@@ -42,7 +42,7 @@ pub struct RssCommandArgs {
 }
 
 /// Interval between two reads of the SYN samples. Usually fewer than `RSS_SAMPLES` SYNs arrive meanwhile.
-const SAMPLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
+const SYN_SAMPLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
@@ -94,7 +94,7 @@ pub fn run_rss_command(args: &RssCommandArgs) -> anyhow::Result<bool> {
     let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
     let mut nic_device = EthtoolRssDevice::new(&vlan_device::underlying_device_or_self(&args.interface));
-    set_rss(args, &mut nic_device)?;
+    set_requested_rss(args, &mut nic_device)?;
     let rss_config = nic_device.read_config()?;
     let receive_queue_count = nic_device.receive_queue_count();
     let nic_line = RssOutputLine::Nic {
@@ -116,24 +116,31 @@ pub fn run_rss_command(args: &RssCommandArgs) -> anyhow::Result<bool> {
     )?;
     // From here on, every SYN is sampled.
     print_line(args.json, &nic_line)?;
-    watch_syns(args, &bpf_programs, &rss_config)
+    verify_table_by_syns(args, &bpf_programs, &rss_config)
 }
 
-fn set_rss(args: &RssCommandArgs, nic_device: &mut EthtoolRssDevice) -> anyhow::Result<()> {
+fn set_requested_rss(args: &RssCommandArgs, nic_device: &mut EthtoolRssDevice) -> anyhow::Result<()> {
     if args.set_key.is_none() && args.balanced_seed.is_none() {
         return Ok(());
     }
     let mut settings =
         RssSettings { key: args.set_key.as_ref().map(|key| key.key_bytes().to_vec()), ..Default::default() };
     if let Some(seed) = args.balanced_seed {
-        let table =
-            IndirectionTable::balanced(seed.into(), nic_device.table_entry_count()?, nic_device.receive_queue_count())?;
+        let table = IndirectionTable::draw_balanced_entries(
+            seed.into(),
+            nic_device.table_entry_count()?,
+            nic_device.receive_queue_count(),
+        )?;
         settings.indirection_table = table.queue_by_entry().iter().map(|queue| u32::from(*queue)).collect();
     }
     Ok(nic_device.write_settings(&settings)?)
 }
 
-fn watch_syns(args: &RssCommandArgs, bpf_programs: &ServerPrograms, rss_config: &RssConfig) -> anyhow::Result<bool> {
+fn verify_table_by_syns(
+    args: &RssCommandArgs,
+    bpf_programs: &ServerPrograms,
+    rss_config: &RssConfig,
+) -> anyhow::Result<bool> {
     let deadline = Instant::now() + Duration::from_secs(args.seconds);
     let (mut last_sample_number, mut transform_search, mut observed_transform) =
         (0, InputTransformSearch::default(), None);
@@ -148,7 +155,7 @@ fn watch_syns(args: &RssCommandArgs, bpf_programs: &ServerPrograms, rss_config: 
         if is_deadline_reached || args.syns.is_some_and(|max_syn_count| last_sample_number >= max_syn_count) {
             break;
         }
-        std::thread::sleep(SAMPLE_POLL_INTERVAL);
+        std::thread::sleep(SYN_SAMPLE_POLL_INTERVAL);
     }
     let counters = bpf_programs.counters();
     let read_counter = |counter: intf::server_counter| counters[counter as usize];

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::rss::ethtool::ntuple_and_rule_count;
+use crate::rss::ethtool::flow_rule_support_and_count;
 use crate::sysfs;
 
 /// Settings of this host that send packets to other cores than those that RSS selects.
@@ -32,7 +32,7 @@ impl RssConflicts {
                 .map_or_else(Vec::new, |directory| queues_with_nonzero_attribute(directory, attribute))
         };
         let flow_entries_text = fs::read_to_string("/proc/sys/net/core/rps_sock_flow_entries").unwrap_or_default();
-        let (accepts_flow_rules, flow_rule_count) = ntuple_and_rule_count(interface);
+        let (accepts_flow_rules, flow_rule_count) = flow_rule_support_and_count(interface);
         Self {
             rps_queues: find_queues_with_attribute("rps_cpus"),
             rfs_queues: find_queues_with_attribute("rps_flow_cnt"),
@@ -48,7 +48,7 @@ impl RssConflicts {
     }
 
     /// Returns the name of the device's kind of RFS for messages: "RFS" or "accelerated RFS".
-    pub fn flow_steering_name(&self) -> &'static str {
+    pub fn rfs_kind_name(&self) -> &'static str {
         if self.accepts_flow_rules { "accelerated RFS" } else { "RFS" }
     }
 
@@ -60,7 +60,7 @@ impl RssConflicts {
         }
         if self.is_rfs_active() {
             let (kind, entries, queues) =
-                (self.flow_steering_name(), self.rps_sock_flow_entries, self.rfs_queues.join(", "));
+                (self.rfs_kind_name(), self.rps_sock_flow_entries, self.rfs_queues.join(", "));
             descriptions.push(format!(
                 "{kind} is on for {interface} (rps_sock_flow_entries {entries}, {queues}): expected rps_flow_cnt 0"
             ));

@@ -20,7 +20,7 @@ pub struct SavedSettings {
 }
 
 /// Maximum size of the JSON text, in bytes. It suffices for the longest table (2048 queues of up to 5 digits) and key.
-const MAP_VALUE_BYTES: u32 = 16384;
+const SETTINGS_MAP_VALUE_BYTES: u32 = 16384;
 const ORIGINAL_SETTINGS_MAP_NAME: &str = "coreward_orig";
 
 #[derive(Debug)]
@@ -62,9 +62,15 @@ impl SettingsStore {
             sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _,
             ..Default::default()
         };
-        let mut settings_map =
-            MapHandle::create(MapType::Array, Some(ORIGINAL_SETTINGS_MAP_NAME), 4, MAP_VALUE_BYTES, 1, &options)
-                .context("cannot create the BPF map of saved settings")?;
+        let mut settings_map = MapHandle::create(
+            MapType::Array,
+            Some(ORIGINAL_SETTINGS_MAP_NAME),
+            4,
+            SETTINGS_MAP_VALUE_BYTES,
+            1,
+            &options,
+        )
+        .context("cannot create the BPF map of saved settings")?;
         settings_map.pin(&map_pin_path).with_context(|| {
             format!("cannot pin {}: expected a directory of a mounted bpffs", map_pin_path.display())
         })?;
@@ -80,11 +86,11 @@ impl SettingsStore {
         update(&mut self.saved_settings);
         let mut map_value = serde_json::to_vec(&self.saved_settings)?;
         anyhow::ensure!(
-            map_value.len() < MAP_VALUE_BYTES as usize,
-            "the saved settings have {} bytes: expected fewer than {MAP_VALUE_BYTES}",
+            map_value.len() < SETTINGS_MAP_VALUE_BYTES as usize,
+            "the saved settings have {} bytes: expected fewer than {SETTINGS_MAP_VALUE_BYTES}",
             map_value.len()
         );
-        map_value.resize(MAP_VALUE_BYTES as usize, 0);
+        map_value.resize(SETTINGS_MAP_VALUE_BYTES as usize, 0);
         let update_result = self.settings_map.update(&0u32.to_ne_bytes(), &map_value, MapFlags::ANY);
         update_result.with_context(|| format!("cannot save original settings in {}", self.map_pin_path.display()))
     }

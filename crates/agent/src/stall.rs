@@ -2,9 +2,9 @@
 //! clock.
 
 /// Number of handshakes after which the detector decides whether to warn.
-const HANDSHAKES_PER_VERDICT: u64 = 200;
+const HANDSHAKES_PER_STALL_VERDICT: u64 = 200;
 /// Fraction of connections that may stall without a warning. It is not 0, because some clients always disappear.
-const TOLERATED_STALL_FRACTION: f64 = 0.01;
+const TOLERATED_STALLED_CONNECTION_FRACTION: f64 = 0.01;
 
 /// Totals of the BPF counters of handshakes and stalls (server.bpf.c).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub struct ConnectionStallDetector {
 
 impl ConnectionStallDetector {
     /// Returns a detector that ignores the counts in `counters`, which an earlier process has already evaluated.
-    pub fn starting_at(counters: HandshakeCounters) -> Self {
+    pub fn with_baseline(counters: HandshakeCounters) -> Self {
         Self { counters_at_window_start: counters, stall_warning: None }
     }
 
@@ -34,14 +34,14 @@ impl ConnectionStallDetector {
     /// 200 or more handshakes that were evaluated.
     pub fn observe_counters(&mut self, counters: HandshakeCounters) -> Option<&str> {
         let handshake_count = counters.handshake_count.saturating_sub(self.counters_at_window_start.handshake_count);
-        if handshake_count >= HANDSHAKES_PER_VERDICT {
+        if handshake_count >= HANDSHAKES_PER_STALL_VERDICT {
             let stalled_handshake_count =
                 counters.stalled_handshake_count.saturating_sub(self.counters_at_window_start.stalled_handshake_count);
             let stalled_connection_count = counters
                 .stalled_connection_count
                 .saturating_sub(self.counters_at_window_start.stalled_connection_count);
             self.stall_warning = ((stalled_handshake_count + stalled_connection_count) as f64
-                > TOLERATED_STALL_FRACTION * handshake_count as f64)
+                > TOLERATED_STALLED_CONNECTION_FRACTION * handshake_count as f64)
                 .then(|| {
                     format!(
                         "of {handshake_count} stamped connections {stalled_handshake_count} got no answer to four \
@@ -66,7 +66,7 @@ mod tests {
             stalled_handshake_count: stalled_handshakes,
             stalled_connection_count: stalled_connections,
         };
-        let mut stall_detector = ConnectionStallDetector::starting_at(build_counters(1000, 500, 500));
+        let mut stall_detector = ConnectionStallDetector::with_baseline(build_counters(1000, 500, 500));
         assert_eq!(stall_detector.observe_counters(build_counters(1100, 600, 500)), None, "the window is not over");
         assert_eq!(stall_detector.observe_counters(build_counters(1200, 501, 501)), None, "one in a hundred");
         let warning = stall_detector.observe_counters(build_counters(1400, 503, 502)).unwrap().to_owned();

@@ -4,11 +4,11 @@
 
 use std::time::{Duration, Instant};
 
-use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper};
 use coreward_wire::AgentService;
 
 /// Time for which the warning remains after the last unstamped SYN-ACK.
-const UNSTAMPED_WARNING_DURATION: Duration = Duration::from_secs(60);
+const UNSTAMPED_SYN_ACK_WARNING_DURATION: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 pub struct UnstampedSynAckMonitor {
@@ -18,7 +18,7 @@ pub struct UnstampedSynAckMonitor {
 
 impl UnstampedSynAckMonitor {
     /// Returns a monitor that ignores the SYN-ACKs that were counted before, up to `syn_ack_count`.
-    pub fn starting_at(syn_ack_count: u64) -> Self {
+    pub fn with_baseline(syn_ack_count: u64) -> Self {
         Self { last_syn_ack_count: syn_ack_count, last_increase_time: None }
     }
 
@@ -29,7 +29,7 @@ impl UnstampedSynAckMonitor {
             (self.last_syn_ack_count, self.last_increase_time) = (syn_ack_count, Some(now));
         }
         self.last_increase_time
-            .is_some_and(|increased_at| now.duration_since(increased_at) < UNSTAMPED_WARNING_DURATION)
+            .is_some_and(|increased_at| now.duration_since(increased_at) < UNSTAMPED_SYN_ACK_WARNING_DURATION)
             .then(|| {
                 format!(
                     "{syn_ack_count} SYN-ACKs came from another network namespace (a container?) whose \
@@ -42,11 +42,11 @@ impl UnstampedSynAckMonitor {
 
 /// Returns a text about the features that a service lacks if its SYN-ACKs are unstamped, or `None` if it lacks none.
 pub fn describe_lost_features(service: &AgentService) -> Option<String> {
-    let mode = service.mode;
+    let mode = service.settings;
     let limitation_text = match mode.consistency {
         _ if mode.migration.is_some() => "connections at the other load balancer break (migration)",
         ConsistencyMode::Beamer => "connections break when their bucket changes hands (`consistency = \"beamer\"`)",
-        _ if mode.has_cookies() && mode.timestamps == TimestampOrigin::Off => {
+        _ if mode.has_cookies() && mode.timestamps == CookieStamper::Off => {
             "connections without a flow-table entry break when their bucket changes hands (`timestamps = \"off\"`)"
         }
         ConsistencyMode::Stateful => "connections are stateless (`consistency = \"stateful\"`)",
@@ -64,26 +64,27 @@ pub fn describe_lost_features(service: &AgentService) -> Option<String> {
 mod tests {
     use coreward_model::ServiceAddress;
     use coreward_model::consistency::ServiceSettings;
-    use coreward_model::tuple::Protocol;
+    use coreward_model::tuple::TransportProtocol;
 
     use super::*;
 
     #[test]
-    fn lost_features_are_described_for_modes_that_need_the_socket() {
+    fn features_lost_by_missing_stamps_are_described() {
         let lost_features_of = |consistency, timestamps| {
-            let address = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+            let address =
+                ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: TransportProtocol::Tcp };
             let mode = ServiceSettings { consistency, timestamps, ..ServiceSettings::default() };
             let server_id = 3.try_into().unwrap();
-            describe_lost_features(&AgentService { name: "web".to_owned(), address, server_id, mode })
+            describe_lost_features(&AgentService { name: "web".to_owned(), address, server_id, settings: mode })
                 .unwrap_or_default()
         };
         for (consistency, timestamps, expected) in [
-            (ConsistencyMode::Stateless, TimestampOrigin::Server, ""),
-            (ConsistencyMode::HashTable, TimestampOrigin::Server, ""),
-            (ConsistencyMode::None, TimestampOrigin::Server, ""),
-            (ConsistencyMode::Stateful, TimestampOrigin::Server, "connections are stateless"),
-            (ConsistencyMode::Stateless, TimestampOrigin::Off, "timestamps = \"off\""),
-            (ConsistencyMode::Beamer, TimestampOrigin::Server, "consistency = \"beamer\""),
+            (ConsistencyMode::Stateless, CookieStamper::Server, ""),
+            (ConsistencyMode::HashTable, CookieStamper::Server, ""),
+            (ConsistencyMode::None, CookieStamper::Server, ""),
+            (ConsistencyMode::Stateful, CookieStamper::Server, "connections are stateless"),
+            (ConsistencyMode::Stateless, CookieStamper::Off, "timestamps = \"off\""),
+            (ConsistencyMode::Beamer, CookieStamper::Server, "consistency = \"beamer\""),
         ] {
             let limitation_text = lost_features_of(consistency, timestamps);
             assert!(
@@ -96,7 +97,7 @@ mod tests {
     #[test]
     fn warning_ends_a_minute_after_the_last_unstamped_syn_ack() {
         let start_time = Instant::now();
-        let mut monitor = UnstampedSynAckMonitor::starting_at(7);
+        let mut monitor = UnstampedSynAckMonitor::with_baseline(7);
         assert_eq!(monitor.observe_count(7, start_time), None);
         assert!(monitor.observe_count(9, start_time).unwrap().starts_with("9 SYN-ACKs"));
         assert!(monitor.observe_count(9, start_time + Duration::from_secs(59)).is_some());

@@ -13,7 +13,7 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
 /// Environment variable that selects the format of log lines: "text" (default) or "json".
-const LOG_FORMAT_VARIABLE: &str = "COREWARD_LOG_FORMAT";
+const LOG_FORMAT_ENV_VARIABLE: &str = "COREWARD_LOG_FORMAT";
 
 /// Starts logging to standard error. `RUST_LOG` sets the level (default: info), and `COREWARD_LOG_FORMAT=json` the
 /// format. Returns a function that sets the level to debug for the crates of this project (`true`), or back to the
@@ -23,7 +23,7 @@ const LOG_FORMAT_VARIABLE: &str = "COREWARD_LOG_FORMAT";
 pub fn start_logging() -> impl Fn(bool) + Send + Sync + 'static {
     let build_initial_filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let uses_colours = std::io::stderr().is_terminal();
-    let format = match std::env::var(LOG_FORMAT_VARIABLE) {
+    let format = match std::env::var(LOG_FORMAT_ENV_VARIABLE) {
         Ok(format) if format == "json" => LogFormat::Json,
         _ => LogFormat::Text(format::format().with_target(false).with_ansi(uses_colours)),
     };

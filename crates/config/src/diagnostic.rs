@@ -12,7 +12,7 @@ pub(crate) const MAX_SHOWN_DIAGNOSTICS: usize = 100;
 
 /// Description of one mistake in a configuration file, or of the reason why the file cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Diagnostic {
+pub struct ConfigDiagnostic {
     /// Path of the file.
     pub file: Box<Path>,
     /// Location of the mistake, or `None` if it concerns the whole file.
@@ -37,16 +37,16 @@ pub struct TextLocation {
 }
 
 /// Maximum length, in characters, of a name or value that is shown in full and compared with valid names.
-const MAX_SHOWN_CHARS: usize = 1000;
+const MAX_SHOWN_VALUE_CHARS: usize = 1000;
 
 fn truncate_to_shown_length(text: String) -> String {
-    match text.char_indices().nth(MAX_SHOWN_CHARS) {
+    match text.char_indices().nth(MAX_SHOWN_VALUE_CHARS) {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text,
     }
 }
 
-impl Diagnostic {
+impl ConfigDiagnostic {
     /// Creates the diagnostic of a mistake at a location. `message` has the form "found: expected ...".
     pub(crate) fn new(file: &Path, location: TextLocation, key: String, message: &str) -> Self {
         Self { location: Some(location), key: truncate_to_shown_length(key), ..Self::for_file(file, message) }
@@ -83,7 +83,7 @@ impl Diagnostic {
     }
 }
 
-impl fmt::Display for Diagnostic {
+impl fmt::Display for ConfigDiagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
         if let Some(TextLocation { line, column }) = self.location {
@@ -103,13 +103,13 @@ impl fmt::Display for Diagnostic {
     }
 }
 
-impl std::error::Error for Diagnostic {}
+impl std::error::Error for ConfigDiagnostic {}
 
 /// All mistakes of a file, in the order of its lines. Their text form has one line per mistake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostics {
     /// First mistakes of the file, at least one and at most `MAX_SHOWN_DIAGNOSTICS`.
-    pub shown_diagnostics: Vec<Diagnostic>,
+    pub shown_diagnostics: Vec<ConfigDiagnostic>,
     /// Number of further mistakes, which are not in `shown_diagnostics`. The file may have even more.
     pub omitted_diagnostic_count: usize,
 }
@@ -139,8 +139,8 @@ impl Diagnostics {
     }
 }
 
-impl From<Diagnostic> for Diagnostics {
-    fn from(mistake: Diagnostic) -> Self {
+impl From<ConfigDiagnostic> for Diagnostics {
+    fn from(mistake: ConfigDiagnostic) -> Self {
         Self { shown_diagnostics: vec![mistake], omitted_diagnostic_count: 0 }
     }
 }
@@ -150,7 +150,7 @@ const MIN_SUGGESTION_SIMILARITY: f64 = 0.75;
 
 /// Returns the name in `known_names` that is most similar to `unknown_name`, or `None` if no name is similar enough.
 pub fn find_nearest_name<'a>(unknown_name: &str, known_names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    if unknown_name.len() > MAX_SHOWN_CHARS {
+    if unknown_name.len() > MAX_SHOWN_VALUE_CHARS {
         return None;
     }
     let lower_case_name = unknown_name.to_lowercase();

@@ -160,7 +160,7 @@ impl FromToml for String {
 
 impl FromToml for PathBuf {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |path| match path {
+        parse_toml_string(value, reader, |path| match path {
             "" => Err(format!("an empty path: expected {}", Self::describe_valid_values())),
             path => Ok(PathBuf::from(path)),
         })
@@ -307,7 +307,7 @@ impl<const MIN: u64, const MAX: u64> From<BoundedInteger<MIN, MAX>> for usize {
 pub struct PrintableName(pub String);
 
 /// Maximum length of a name in bytes.
-const MAX_NAME_BYTES: usize = 64;
+const MAX_CONFIGURED_NAME_BYTES: usize = 64;
 
 impl From<PrintableName> for String {
     fn from(name: PrintableName) -> Self {
@@ -317,9 +317,9 @@ impl From<PrintableName> for String {
 
 impl FromToml for PrintableName {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |name| {
+        parse_toml_string(value, reader, |name| {
             let is_printable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
-            match name.is_empty() || !is_printable || name.len() > MAX_NAME_BYTES {
+            match name.is_empty() || !is_printable || name.len() > MAX_CONFIGURED_NAME_BYTES {
                 true => Err(format!("name {name:?}: expected {}", Self::describe_valid_values())),
                 false => Ok(Self(name.to_owned())),
             }
@@ -327,11 +327,11 @@ impl FromToml for PrintableName {
     }
 
     fn describe_valid_values() -> String {
-        format!("1 to {MAX_NAME_BYTES} bytes without blanks")
+        format!("1 to {MAX_CONFIGURED_NAME_BYTES} bytes without blanks")
     }
 
     fn schema() -> Value {
-        json!({ "type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES, "pattern": r"^\S+$" })
+        json!({ "type": "string", "minLength": 1, "maxLength": MAX_CONFIGURED_NAME_BYTES, "pattern": r"^\S+$" })
     }
 }
 
@@ -378,13 +378,13 @@ impl FromToml for SocketAddr {
 }
 
 fn read_with_from_str<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<T> {
-    parse_text(value, reader, |text| {
+    parse_toml_string(value, reader, |text| {
         text.parse().map_err(|_| format!("{text:?}: expected {}", T::describe_valid_values()))
     })
 }
 
 /// Reads a TOML string and converts it with `parse`. If either fails, stores a mistake and returns `None`.
-pub fn parse_text<T: FromToml, E: Display>(
+pub fn parse_toml_string<T: FromToml, E: Display>(
     value: &Spanned<DeValue<'_>>,
     reader: &mut TomlReader<'_>,
     parse: impl FnOnce(&str) -> Result<T, E>,

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::{FromToml, TomlReader, parse_text};
+use crate::{FromToml, TomlReader, parse_toml_string};
 
 /// Name of a network interface that Linux accepts (dev_valid_name() in net/core/dev.c).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,7 +23,7 @@ impl From<InterfaceName> for String {
 
 impl FromToml for InterfaceName {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |name| {
+        parse_toml_string(value, reader, |name| {
             let has_valid_length = (1..=MAX_INTERFACE_NAME_BYTES).contains(&name.len());
             let is_forbidden_char = |c: char| c.is_whitespace() || c.is_control() || c == '/' || c == ':';
             match has_valid_length && !name.contains(is_forbidden_char) && name != "." && name != ".." {
@@ -54,7 +54,7 @@ impl From<AbsolutePath> for PathBuf {
 
 impl FromToml for AbsolutePath {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |path| match path.starts_with('/') {
+        parse_toml_string(value, reader, |path| match path.starts_with('/') {
             true => Ok(Self(PathBuf::from(path))),
             false => Err(format!("{path:?}: expected {}", Self::describe_valid_values())),
         })

@@ -23,11 +23,13 @@ mod source;
 mod tests;
 mod time;
 
-pub use diagnostic::{Diagnostic, Diagnostics, find_nearest_name};
-pub use from_toml::{BoundedInteger, FromToml, LocatedValue, PrintableName, choice_schema, parse_choice, parse_text};
+pub use diagnostic::{ConfigDiagnostic, Diagnostics, find_nearest_name};
+pub use from_toml::{
+    BoundedInteger, FromToml, LocatedValue, PrintableName, choice_schema, parse_choice, parse_toml_string,
+};
 pub use host::{AbsolutePath, InterfaceName};
-pub use reader::{TableReader, TomlReader};
-pub use secret::{Secret, SecretText, read_secret, reject_foreign_secrets};
+pub use reader::{TomlReader, TomlTableReader};
+pub use secret::{Secret, SecretText, enable_secret_owner_check, read_secret};
 pub use source::TomlSource;
 pub use time::{BoundedDuration, HOUR_NS, MICROSECOND_NS, MILLISECOND_NS, MINUTE_NS, SECOND_NS, format_duration};
 pub use toml::Spanned;

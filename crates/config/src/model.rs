@@ -2,21 +2,21 @@
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::ConnectionTableSize;
-use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper};
 use coreward_model::forwarding::ForwardingMode;
-use coreward_model::health::{HealthCheckJitter, HttpStatusRange, ProbeAddress, WhenAllDown};
+use coreward_model::health::{AllServersDownTreatment, HealthCheckJitter, HttpStatusRange, ProbeAddress};
 use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{ServerCapacity, ServerWeight};
 use coreward_model::rss::RssKey;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::vlan::Vlan;
 use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
 use crate::from_toml::FromTomlScalar as _;
-use crate::{FromToml, SecretText, TomlReader, parse_text, string_enum};
+use crate::{FromToml, SecretText, TomlReader, parse_toml_string, string_enum};
 
 /// Implements `FromToml` for a type whose values are numbers in TOML, which `$parse` converts.
 macro_rules! number {
@@ -68,12 +68,16 @@ string_enum!(
     "place",
     ProbeAddress::ALL.map(|probe_address| (probe_address.name().to_owned(), probe_address))
 );
-string_enum!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
+string_enum!(
+    AllServersDownTreatment,
+    "when_all_down",
+    AllServersDownTreatment::ALL.map(|when| (when.name().to_owned(), when))
+);
 
 /// Reads a range of HTTP status codes. Its TOML string has the form "200" or "200-399".
 impl FromToml for HttpStatusRange {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |text| {
+        parse_toml_string(value, reader, |text| {
             let (first, last) = text.split_once('-').unwrap_or((text, text));
             let range = first.parse().ok().zip(last.parse().ok()).and_then(|(first, last)| Self::new(first, last));
             range.ok_or_else(|| format!("{text:?}: expected {}", Self::describe_valid_values()))
@@ -89,7 +93,11 @@ impl FromToml for HttpStatusRange {
     }
 }
 
-string_enum!(Protocol, "protocol", Protocol::ALL.map(|protocol| (protocol.name().to_owned(), protocol)));
+string_enum!(
+    TransportProtocol,
+    "protocol",
+    TransportProtocol::ALL.map(|protocol| (protocol.name().to_owned(), protocol))
+);
 string_enum!(ConsistencyMode, "consistency", ConsistencyMode::ALL.map(|consistency| (consistency.name(), consistency)));
 string_enum!(
     ForwardingMode,
@@ -97,9 +105,9 @@ string_enum!(
     ForwardingMode::ALL.map(|forwarding| (forwarding.name().to_owned(), forwarding))
 );
 string_enum!(
-    TimestampOrigin,
+    CookieStamper,
     "who stamps,",
-    [TimestampOrigin::Server, TimestampOrigin::LoadBalancer, TimestampOrigin::Off]
+    [CookieStamper::Server, CookieStamper::LoadBalancer, CookieStamper::Off]
         .map(|origin| (origin.name().to_owned(), origin))
 );
 

@@ -9,20 +9,20 @@ use toml::de::{DeTable, DeValue};
 
 use crate::diagnostic::{MAX_SHOWN_DIAGNOSTICS, find_nearest_name};
 use crate::source::{ParsedToml, join_lines, key_at};
-use crate::{Diagnostic, Diagnostics, FromToml, Span, TomlSource};
+use crate::{ConfigDiagnostic, Diagnostics, FromToml, Span, TomlSource};
 
 /// Reader of the values of one file. It stores each mistake and continues.
 pub struct TomlReader<'a> {
     source: &'a TomlSource,
     /// Names of the nested keys that lead to the value which is currently read.
     key_path: Vec<String>,
-    pending_diagnostics: Vec<PendingDiagnostic>,
+    pending_diagnostics: Vec<UnlocatedDiagnostic>,
     omitted_diagnostic_count: usize,
     syntax_errors: SyntaxErrorLines,
 }
 
 /// Mistake whose line and column are not yet computed.
-struct PendingDiagnostic {
+struct UnlocatedDiagnostic {
     span: Span,
     /// Full name of the key, or `None` if it must be derived from the location.
     key: Option<String>,
@@ -36,7 +36,7 @@ struct SyntaxErrorLines {
     has_error: bool,
     error_lines: BTreeSet<usize>,
     /// Line of the first syntax error after which tables may be incomplete, or `None` if there is no such error.
-    first_unreliable_line: Option<usize>,
+    first_header_error_line: Option<usize>,
 }
 
 impl<'a> TomlReader<'a> {
@@ -72,31 +72,32 @@ impl<'a> TomlReader<'a> {
         self.syntax_errors.has_error = true;
         self.syntax_errors.error_lines.insert(line);
         if self.source.line_text(line).trim_start().starts_with('[') {
-            self.syntax_errors.first_unreliable_line =
-                Some(self.syntax_errors.first_unreliable_line.map_or(line, |first| first.min(line)));
+            self.syntax_errors.first_header_error_line =
+                Some(self.syntax_errors.first_header_error_line.map_or(line, |first| first.min(line)));
         }
         // An empty span means that a value is missing, so no key can be derived from the location.
         let key = span.is_empty().then(String::new);
         let message = join_lines(error.message());
-        self.pending_diagnostics.push(PendingDiagnostic { span, key, message, nearest_name: None });
+        self.pending_diagnostics.push(UnlocatedDiagnostic { span, key, message, nearest_name: None });
     }
 
     fn into_diagnostics(self, root: &DeValue<'_>) -> Diagnostics {
         let source = self.source;
-        let to_diagnostic = |pending_diagnostic: PendingDiagnostic| {
+        let to_diagnostic = |pending_diagnostic: UnlocatedDiagnostic| {
             let key = pending_diagnostic
                 .key
                 .or_else(|| Some(key_at(root.as_table()?, &pending_diagnostic.span)))
                 .unwrap_or_default();
-            let diagnostic = Diagnostic::new(
+            let diagnostic = ConfigDiagnostic::new(
                 source.path(),
                 source.text_location(&pending_diagnostic.span),
                 key,
                 &pending_diagnostic.message,
             );
-            Diagnostic { nearest_name: pending_diagnostic.nearest_name.map(String::into), ..diagnostic }
+            ConfigDiagnostic { nearest_name: pending_diagnostic.nearest_name.map(String::into), ..diagnostic }
         };
-        let mut shown_diagnostics: Vec<Diagnostic> = self.pending_diagnostics.into_iter().map(to_diagnostic).collect();
+        let mut shown_diagnostics: Vec<ConfigDiagnostic> =
+            self.pending_diagnostics.into_iter().map(to_diagnostic).collect();
         shown_diagnostics.sort_by_key(|mistake| mistake.location);
         Diagnostics { shown_diagnostics, omitted_diagnostic_count: self.omitted_diagnostic_count }
     }
@@ -107,13 +108,13 @@ impl<'a> TomlReader<'a> {
     }
 
     /// Stores a mistake at a location within the value that is currently read. The key is derived from the location.
-    pub fn report_within(&mut self, span: Span, message: impl Display) {
-        self.check_value(|reader| reader.report_mistake(span, message));
+    pub fn report_mistake_within_value(&mut self, span: Span, message: impl Display) {
+        self.check_current_value(|reader| reader.report_mistake(span, message));
     }
 
     /// Runs `check` on the value that is currently read. The key of each mistake is derived from the mistake's
     /// location.
-    pub fn check_value<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
+    pub fn check_current_value<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
         let key_path = std::mem::take(&mut self.key_path);
         let result = check(self);
         self.key_path = key_path;
@@ -140,7 +141,7 @@ impl<'a> TomlReader<'a> {
         if self.syntax_errors.has_error {
             let line = self.source.line_number(&span);
             if self.syntax_errors.error_lines.contains(&line)
-                || self.syntax_errors.first_unreliable_line.is_some_and(|first| first <= line)
+                || self.syntax_errors.first_header_error_line.is_some_and(|first| first <= line)
             {
                 return;
             }
@@ -152,7 +153,7 @@ impl<'a> TomlReader<'a> {
         }
         // The key of the value that is currently read is known, so it need not be derived from the location.
         let key = (!self.key_path.is_empty()).then(|| self.key_path.join("."));
-        self.pending_diagnostics.push(PendingDiagnostic {
+        self.pending_diagnostics.push(UnlocatedDiagnostic {
             span,
             key,
             message: message.to_string(),
@@ -209,7 +210,7 @@ impl<'a> TomlReader<'a> {
         value: &'v Spanned<DeValue<'i>>,
         known_keys: &[&str],
         misplaced_keys: &[(&str, &str)],
-    ) -> Option<TableReader<'v, 'i>> {
+    ) -> Option<TomlTableReader<'v, 'i>> {
         let DeValue::Table(table) = value.get_ref() else {
             self.report_wrong_type::<T>(value);
             return None;
@@ -217,7 +218,7 @@ impl<'a> TomlReader<'a> {
         for (key, _) in table.iter().filter(|(key, _)| !known_keys.contains(&key.get_ref().as_ref())) {
             self.report_unknown_key(key.get_ref(), key.span(), known_keys, misplaced_keys);
         }
-        Some(TableReader { table, span: value.span() })
+        Some(TomlTableReader { table, span: value.span() })
     }
 
     fn report_unknown_key(&mut self, key: &str, key_span: Span, known_keys: &[&str], misplaced_keys: &[(&str, &str)]) {
@@ -235,12 +236,12 @@ impl<'a> TomlReader<'a> {
 }
 
 /// Table in a file, whose keys are read one at a time.
-pub struct TableReader<'v, 'i> {
+pub struct TomlTableReader<'v, 'i> {
     table: &'v DeTable<'i>,
     span: Span,
 }
 
-impl TableReader<'_, '_> {
+impl TomlTableReader<'_, '_> {
     /// Returns the value of a key. If the key is missing, returns `default`, or else the default of the type. If the
     /// value is wrong, or missing without a default, stores a mistake and returns `None`.
     pub fn read_key<T: FromToml>(

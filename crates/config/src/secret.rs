@@ -42,22 +42,22 @@ impl<T> fmt::Debug for Secret<T> {
 }
 
 /// Maximum size of a secret file, in bytes.
-const MAX_SECRET_BYTES: u64 = 65_536;
+const MAX_SECRET_FILE_BYTES: u64 = 65_536;
 
 /// Whether this process rejects secret files that belong to other users.
-static REJECTS_FOREIGN_SECRETS: AtomicBool = AtomicBool::new(false);
+static REJECTS_FOREIGN_SECRET_FILES: AtomicBool = AtomicBool::new(false);
 
 /// Makes this process reject secret files that belong neither to its own user nor to root, because their owners could
 /// read and change them. Only daemons call this. Commands run by root must read the files of daemons that run as other
 /// users.
-pub fn reject_foreign_secrets() {
-    REJECTS_FOREIGN_SECRETS.store(true, Ordering::Relaxed);
+pub fn enable_secret_owner_check() {
+    REJECTS_FOREIGN_SECRET_FILES.store(true, Ordering::Relaxed);
 }
 
 /// Returns the trimmed text of a secret file. Fails if others can read it, or if its owner is rejected
-/// ([`reject_foreign_secrets`]).
+/// ([`enable_secret_owner_check`]).
 pub fn read_secret(path: &Path) -> Result<String, String> {
-    read_secret_checking_owner(path, REJECTS_FOREIGN_SECRETS.load(Ordering::Relaxed))
+    read_secret_checking_owner(path, REJECTS_FOREIGN_SECRET_FILES.load(Ordering::Relaxed))
 }
 
 /// Returns the trimmed text of a secret file. If the flag is set, rejects files that belong to other users.
@@ -85,7 +85,7 @@ pub(crate) fn read_secret_checking_owner(path: &Path, reject_foreign_owner: bool
         ));
     }
     let mut text = String::new();
-    file.take(MAX_SECRET_BYTES).read_to_string(&mut text).map_err(unreadable_message)?;
+    file.take(MAX_SECRET_FILE_BYTES).read_to_string(&mut text).map_err(unreadable_message)?;
     Ok(text.trim().to_owned())
 }
 

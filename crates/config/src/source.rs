@@ -12,12 +12,12 @@ use toml::de::{DeTable, DeValue};
 use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 
 use crate::diagnostic::{MAX_SHOWN_DIAGNOSTICS, TextLocation};
-use crate::{Diagnostic, Diagnostics, FromToml, Span, TomlReader};
+use crate::{ConfigDiagnostic, Diagnostics, FromToml, Span, TomlReader};
 
 /// Maximum size of a configuration file, in bytes. It equals the limit of the API for a fleet document.
-const MAX_FILE_BYTES: u64 = 8 << 20;
+const MAX_CONFIG_FILE_BYTES: u64 = 8 << 20;
 /// Maximum nesting depth of TOML values. It equals the limit of the `toml` crate.
-const MAX_NESTING_DEPTH: u32 = 80;
+const MAX_TOML_NESTING_DEPTH: u32 = 80;
 
 /// Text of a TOML file, and the path that diagnostics show for it.
 #[derive(Debug, Clone)]
@@ -38,13 +38,13 @@ pub(crate) struct ParsedToml<'a> {
 }
 
 /// Size in bytes of the prefix of a file that is parsed first. Each further prefix is larger by half.
-const INITIAL_PREFIX_BYTES: usize = 64 << 10;
+const INITIAL_PARSED_PREFIX_BYTES: usize = 64 << 10;
 
 /// Parses ever larger prefixes of a text, until one has more errors than are shown or the text is complete. This is
 /// faster than parsing everything at once, because each error, such as a duplicate key, takes a hundred times as long
 /// as valid text.
 fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
-    let mut prefix_bytes = INITIAL_PREFIX_BYTES;
+    let mut prefix_bytes = INITIAL_PARSED_PREFIX_BYTES;
     loop {
         let prefix = text.get(..prefix_bytes).and_then(|part| Some(&part[..=part.rfind('\n')?]));
         // A larger part is tried if this one ends within a character or its first line.
@@ -63,20 +63,28 @@ fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::E
 
 impl TomlSource {
     /// Reads a file. Fails if the file is larger than 8 MiB or is not UTF-8.
-    pub fn read(path: &Path) -> Result<Self, Diagnostic> {
-        let unreadable_diagnostic =
-            |reason: &dyn Display| Diagnostic::for_file(path, &format!("{reason}: expected a readable TOML file"));
+    pub fn read(path: &Path) -> Result<Self, ConfigDiagnostic> {
+        let unreadable_diagnostic = |reason: &dyn Display| {
+            ConfigDiagnostic::for_file(path, &format!("{reason}: expected a readable TOML file"))
+        };
         let mut bytes = Vec::new();
         let file = File::open(path).map_err(|reason| unreadable_diagnostic(&reason))?;
-        file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(|reason| unreadable_diagnostic(&reason))?;
-        if bytes.len() as u64 > MAX_FILE_BYTES {
+        file.take(MAX_CONFIG_FILE_BYTES + 1)
+            .read_to_end(&mut bytes)
+            .map_err(|reason| unreadable_diagnostic(&reason))?;
+        if bytes.len() as u64 > MAX_CONFIG_FILE_BYTES {
             return Err(unreadable_diagnostic(&"more than 8 MiB"));
         }
         let text = String::from_utf8(bytes).map_err(|error| {
             let valid_byte_count = error.utf8_error().valid_up_to();
             let text = String::from_utf8_lossy(&error.as_bytes()[..valid_byte_count]).into_owned();
             let location = Self::new(path.to_owned(), text.into()).text_location(&(valid_byte_count..valid_byte_count));
-            Diagnostic::new(path, location, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
+            ConfigDiagnostic::new(
+                path,
+                location,
+                String::new(),
+                "bytes that are no text: expected a TOML file in UTF-8",
+            )
         })?;
         Ok(Self::new(path.to_owned(), text.into()))
     }
@@ -113,7 +121,7 @@ impl TomlSource {
     }
 
     /// Parses the text as a serde struct. Fails at the first mistake.
-    pub fn parse<T: DeserializeOwned>(&self) -> Result<T, Diagnostic> {
+    pub fn parse<T: DeserializeOwned>(&self) -> Result<T, ConfigDiagnostic> {
         toml::from_str(&self.text)
             .map_err(|error| self.diagnostic_at(error.span().unwrap_or_default(), &join_lines(error.message())))
     }
@@ -125,7 +133,7 @@ impl TomlSource {
         let source = toml_parser::Source::new(&self.text);
         let mut ignored_errors = ();
         let mut whitespace = ValidateWhitespace::new(&mut ignored_errors, source);
-        let mut nesting_guard = RecursionGuard::new(&mut whitespace, MAX_NESTING_DEPTH);
+        let mut nesting_guard = RecursionGuard::new(&mut whitespace, MAX_TOML_NESTING_DEPTH);
         parse_document(&source.lex().into_vec(), &mut nesting_guard, &mut |error: toml_parser::ParseError| {
             syntax_error_count += 1;
             if syntax_error_count == MAX_SHOWN_DIAGNOSTICS + 1 {
@@ -146,24 +154,24 @@ impl TomlSource {
     }
 
     /// Returns the diagnostics of the first syntax errors, at most `MAX_SHOWN_DIAGNOSTICS`.
-    pub fn syntax_errors(&self) -> Vec<Diagnostic> {
+    pub fn syntax_errors(&self) -> Vec<ConfigDiagnostic> {
         let to_diagnostic = |error: toml::de::Error| {
             let location = self.text_location(&error.span().unwrap_or_default());
-            Diagnostic::new(&self.path, location, String::new(), &join_lines(error.message()))
+            ConfigDiagnostic::new(&self.path, location, String::new(), &join_lines(error.message()))
         };
         self.parse_toml().errors.into_iter().map(to_diagnostic).collect()
     }
 
     /// Creates the diagnostic of a mistake at a location, which is a byte range such as [`Spanned::span`] returns.
-    pub fn diagnostic_at(&self, span: Span, message: &str) -> Diagnostic {
+    pub fn diagnostic_at(&self, span: Span, message: &str) -> ConfigDiagnostic {
         self.diagnostics_at(&[(span, message.to_owned())]).remove(0)
     }
 
     /// Creates the diagnostics of mistakes at several locations.
-    pub(crate) fn diagnostics_at(&self, mistakes: &[(Span, String)]) -> Vec<Diagnostic> {
+    pub(crate) fn diagnostics_at(&self, mistakes: &[(Span, String)]) -> Vec<ConfigDiagnostic> {
         let table = self.parse_toml().table;
         let to_diagnostic = |(span, message): &(Span, String)| {
-            Diagnostic::new(&self.path, self.text_location(span), key_at(table.get_ref(), span), message)
+            ConfigDiagnostic::new(&self.path, self.text_location(span), key_at(table.get_ref(), span), message)
         };
         mistakes.iter().map(to_diagnostic).collect()
     }

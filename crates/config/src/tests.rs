@@ -25,7 +25,7 @@ config_struct! {
         /// Number of workers.
         count: BoundedInteger<1, 9> = BoundedInteger(3),
         /// Position of the daemon.
-        place: Option<DaemonPosition>,
+        place: Option<TestPositionTable>,
         /// File that contains the hash key.
         key_file: Option<Secret<RssKey>>,
         /// Services of the daemon.
@@ -46,7 +46,7 @@ config_struct! {
 
 config_enum! {
     #[derive(Debug, PartialEq)]
-    enum DaemonPosition by "kind" {
+    enum TestPositionTable by "kind" {
         /// Position on this machine.
         Here as "here" {},
         /// Position in a file.
@@ -57,7 +57,7 @@ config_enum! {
     }
 }
 
-fn read_daemon(source: &TomlSource) -> Result<DaemonConfig, Diagnostics> {
+fn read_daemon_config(source: &TomlSource) -> Result<DaemonConfig, Diagnostics> {
     source.read_as(|daemon: DaemonConfig, reader| {
         if let [first, second, ..] = &daemon.services[..]
             && first.get_ref().listen.value.is_some()
@@ -69,23 +69,23 @@ fn read_daemon(source: &TomlSource) -> Result<DaemonConfig, Diagnostics> {
     })
 }
 
-fn parse_daemon(text: &str) -> Result<DaemonConfig, Diagnostics> {
-    read_daemon(&TomlSource::from_text("daemon.toml", text))
+fn parse_daemon_config(text: &str) -> Result<DaemonConfig, Diagnostics> {
+    read_daemon_config(&TomlSource::from_text("daemon.toml", text))
 }
 
 fn diagnostic_lines(text: &str) -> Vec<String> {
-    parse_daemon(text).unwrap_err().to_string().lines().map(str::to_owned).collect()
+    parse_daemon_config(text).unwrap_err().to_string().lines().map(str::to_owned).collect()
 }
 
 #[test]
-fn valid_file_yields_its_values() {
-    let daemon = parse_daemon("name = \"a\"\n").unwrap();
+fn valid_file_is_parsed() {
+    let daemon = parse_daemon_config("name = \"a\"\n").unwrap();
     assert_eq!((daemon.name.value, daemon.interval, daemon.count.0), (Some(PrintableName("a".into())), None, 3));
     let text = "name = \"a\"\ninterval = \"0.5s\"\ncount = 0x9\nplace = { kind = \"there\", path = \"/p\" }\n\
                 [[service]]\nlisten = \"10.0.0.1:80\"\n";
-    let daemon = parse_daemon(text).unwrap();
+    let daemon = parse_daemon_config(text).unwrap();
     assert_eq!(daemon.interval.unwrap().0, Duration::from_millis(500));
-    assert_eq!((daemon.count.0, daemon.place), (9, Some(DaemonPosition::There { path: "/p".into() })));
+    assert_eq!((daemon.count.0, daemon.place), (9, Some(TestPositionTable::There { path: "/p".into() })));
     assert_eq!(daemon.services[0].get_ref().listen.value, Some("10.0.0.1:80".parse().unwrap()));
 }
 
@@ -158,7 +158,7 @@ fn syntax_errors_and_preceding_mistakes_are_all_reported() {
 #[test]
 fn mistakes_above_the_limit_are_only_counted() {
     let text = format!("name = \"a\"\n{}", "[[service]]\n".repeat(250));
-    let mistakes = parse_daemon(&text).unwrap_err();
+    let mistakes = parse_daemon_config(&text).unwrap_err();
     assert_eq!((mistakes.shown_diagnostics.len(), mistakes.omitted_diagnostic_count), (100, 150));
     assert!(mistakes.to_string().ends_with("\nand at least 150 more"));
 }
@@ -166,7 +166,7 @@ fn mistakes_above_the_limit_are_only_counted() {
 /// Tests a file with so many errors that a search of the whole text for the key of each error would take hours.
 #[test]
 fn syntax_errors_above_the_limit_are_only_counted() {
-    let mistakes = parse_daemon(&"=\n".repeat(1 << 20)).unwrap_err();
+    let mistakes = parse_daemon_config(&"=\n".repeat(1 << 20)).unwrap_err();
     assert_eq!(mistakes.shown_diagnostics.len(), 100);
     assert!(
         mistakes
@@ -177,12 +177,12 @@ fn syntax_errors_above_the_limit_are_only_counted() {
     );
     assert!(mistakes.omitted_diagnostic_count > 10_000, "{}", mistakes.omitted_diagnostic_count);
     let value = format!("name = \"a\"\nplace = {{ kind = \"{}\" }}\n", "x".repeat(1 << 20));
-    assert!(parse_daemon(&value).unwrap_err().to_string().len() < 10_000);
+    assert!(parse_daemon_config(&value).unwrap_err().to_string().len() < 10_000);
 }
 
 #[test]
 fn mistakes_are_printed_as_json() {
-    let mistakes = parse_daemon("name = \"a\"\nplace = { kind = \"hear\" }\n").unwrap_err();
+    let mistakes = parse_daemon_config("name = \"a\"\nplace = { kind = \"hear\" }\n").unwrap_err();
     assert_eq!(
         mistakes.shown_diagnostics[0].to_json(),
         json!({
@@ -212,7 +212,7 @@ fn binary_and_oversized_files_are_rejected() {
     assert!(read_error_message().contains("more than 8 MiB"), "{}", read_error_message());
     // Some editors on Windows add a byte order mark and end lines with a carriage return.
     std::fs::write(&file, "\u{feff}name = \"a\"\r\ncount = 2\r\n").unwrap();
-    read_daemon(&TomlSource::read(&file).unwrap()).unwrap();
+    read_daemon_config(&TomlSource::read(&file).unwrap()).unwrap();
 }
 
 #[test]
@@ -268,7 +268,7 @@ fn secret_file_readable_by_others_is_rejected() {
     let (file, secret) = (directory.path().join("daemon.toml"), directory.path().join("rss.key"));
     std::fs::write(&file, "name = \"a\"\nkey_file = \"rss.key\"\n").unwrap();
     let source = TomlSource::read(&file).unwrap();
-    let read_error_message = || read_daemon(&source).unwrap_err().to_string();
+    let read_error_message = || read_daemon_config(&source).unwrap_err().to_string();
     assert!(
         read_error_message().contains("2:12: key `key_file`: ")
             && read_error_message().contains("rss.key: No such file"),
@@ -286,7 +286,7 @@ fn secret_file_readable_by_others_is_rejected() {
         read_error_message()
     );
     set_mode(0o600);
-    let daemon = read_daemon(&source).unwrap();
+    let daemon = read_daemon_config(&source).unwrap();
     assert_eq!(daemon.key_file.as_ref().unwrap().expose(), &key);
     assert!(!format!("{daemon:?}").contains("6d:5a"), "{daemon:?}");
     // The message must not advise to change a directory's permissions, which would make the directory unusable.
@@ -320,7 +320,7 @@ fn schema_and_parser_accept_the_same_text() {
     for invalid_text in
         ["", "name = 5", "name = \"a\"\nnmae = 1", "name = \"a\"\ninterval = 5", "name = \"a\"\ncount = 10"]
     {
-        assert!(!matches_schema(invalid_text) && parse_daemon(invalid_text).is_err(), "{invalid_text}");
+        assert!(!matches_schema(invalid_text) && parse_daemon_config(invalid_text).is_err(), "{invalid_text}");
     }
     for invalid_place in ["kind = \"hear\"", "kind = \"here\", path = \"x\"", "kind = \"there\"", ""] {
         assert!(!matches_schema(&format!("name = \"a\"\nplace = {{ {invalid_place} }}")), "{invalid_place}");

@@ -27,7 +27,7 @@ pub fn copy_store(source_file: &Path, target_file: &Path, may_replace: bool) -> 
         source_file.display(),
         target_file.display()
     );
-    let (source, mut target) = (OpenedStore::open(&source)?, OpenedStore::open(&target)?);
+    let (source, mut target) = (StoreOpenForCopy::open(&source)?, StoreOpenForCopy::open(&target)?);
     let mut records = source
         .store
         .load_records()?
@@ -48,12 +48,12 @@ pub fn copy_store(source_file: &Path, target_file: &Path, may_replace: bool) -> 
 }
 
 /// Store that is open only during the copy.
-struct OpenedStore {
+struct StoreOpenForCopy {
     store: FleetStore,
     cluster_and_leadership: Option<(Arc<EtcdClusterClient>, Arc<Leadership>)>,
 }
 
-impl OpenedStore {
+impl StoreOpenForCopy {
     fn open(location: &StoreLocation) -> anyhow::Result<Self> {
         match location {
             StoreLocation::Embedded(file) => {
@@ -72,7 +72,7 @@ impl OpenedStore {
     }
 }
 
-impl Drop for OpenedStore {
+impl Drop for StoreOpenForCopy {
     fn drop(&mut self) {
         if let Some((cluster, leadership)) = &self.cluster_and_leadership
             && let Err(error) = cluster.block_on(leadership.resign())

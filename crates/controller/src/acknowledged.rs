@@ -5,7 +5,7 @@ use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_wire::v1;
 
 use super::agent::Agent;
-use super::{Controller, Now};
+use super::{ClockReadings, Controller};
 use coreward_fleet::fleet::ServerAdminState;
 use coreward_metrics::metrics;
 use coreward_metrics::table::MetricKind::{Gauge, MaxGauge};
@@ -24,7 +24,7 @@ metrics! {
 
 /// Maximum number of listed peers (load balancers and agents), and also of listed rejections. Further ones are only
 /// counted.
-const MAX_LISTED_PEERS: usize = 100;
+const MAX_LISTED_PEERS_AND_REJECTIONS: usize = 100;
 const LOAD_BALANCER_COMPONENT_NAME: &str = "lb";
 const AGENT_COMPONENT_NAME: &str = "agent";
 
@@ -33,7 +33,7 @@ fn build_waiting_peer(component: &str, name: &str, configuration_generation: u64
 }
 
 impl Controller {
-    pub fn acknowledgements(&self, now: Now) -> Acknowledgements {
+    pub fn acknowledgements(&self, now: ClockReadings) -> Acknowledgements {
         let newest_generation = self.fleet.generation;
         let peers = self.live_peers(now);
         let waiting_peers: Vec<PeerGeneration> = peers
@@ -53,26 +53,32 @@ impl Controller {
         let all_rejected_updates: Vec<RejectedUpdate> = peers.iter().flat_map(peer_rejected_updates).collect();
         let lost_load_balancers = self.load_balancers.iter().filter(|(_, balancer)| !balancer.is_alive(now));
         let lost_load_balancers = lost_load_balancers.map(|(name, balancer)| {
-            build_waiting_peer(LOAD_BALANCER_COMPONENT_NAME, name, balancer.confirmed_generation)
+            build_waiting_peer(LOAD_BALANCER_COMPONENT_NAME, name, balancer.confirmed_config_generation)
         });
         let (waiting_count, rejected_count) = (waiting_peers.len() as u64, all_rejected_updates.len() as u64);
         Acknowledgements {
             configuration_generation: newest_generation,
             acknowledged_count: peers.len() as u64 - waiting_count,
             pending_count: waiting_count,
-            pending_peers: waiting_peers.into_iter().take(MAX_LISTED_PEERS).collect(),
+            pending_peers: waiting_peers.into_iter().take(MAX_LISTED_PEERS_AND_REJECTIONS).collect(),
             rejected_count,
-            rejected: all_rejected_updates.into_iter().take(MAX_LISTED_PEERS).collect(),
-            disconnected_load_balancers: lost_load_balancers.take(MAX_LISTED_PEERS).collect(),
+            rejected: all_rejected_updates.into_iter().take(MAX_LISTED_PEERS_AND_REJECTIONS).collect(),
+            disconnected_load_balancers: lost_load_balancers.take(MAX_LISTED_PEERS_AND_REJECTIONS).collect(),
         }
     }
 
     /// Returns each live load balancer and connected agent, with its kind, confirmed generation and rejected updates.
-    fn live_peers(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RejectedUpdate])> {
+    fn live_peers(&self, now: ClockReadings) -> Vec<(&'static str, &str, u64, &[v1::RejectedUpdate])> {
         let mut peers = Vec::new();
         for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {
-            let rejected_updates = balancer.reported_state.as_ref().map_or(&[][..], |(state, _)| &state.rejected);
-            peers.push((LOAD_BALANCER_COMPONENT_NAME, name.as_str(), balancer.confirmed_generation, rejected_updates));
+            let rejected_updates =
+                balancer.reported_state_and_time.as_ref().map_or(&[][..], |(state, _)| &state.rejected);
+            peers.push((
+                LOAD_BALANCER_COMPONENT_NAME,
+                name.as_str(),
+                balancer.confirmed_config_generation,
+                rejected_updates,
+            ));
         }
         for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.admin_state != ServerAdminState::Left)
         {
@@ -80,13 +86,18 @@ impl Controller {
             if let Some(agent) = self.agent(*id).filter(is_connected) {
                 let rejected_updates =
                     agent.newest_report.as_ref().map_or(&[][..], |report| &report.details.rejected_updates);
-                peers.push((AGENT_COMPONENT_NAME, server.name.as_str(), agent.confirmed_generation, rejected_updates));
+                peers.push((
+                    AGENT_COMPONENT_NAME,
+                    server.name.as_str(),
+                    agent.confirmed_config_generation,
+                    rejected_updates,
+                ));
             }
         }
         peers
     }
 
-    pub(super) fn add_acknowledgement_metrics(&self, snapshot: &mut MetricsSnapshot, now: Now) {
+    pub(super) fn add_acknowledgement_metrics(&self, snapshot: &mut MetricsSnapshot, now: ClockReadings) {
         for (component, name, confirmed_generation, rejected_updates) in self.live_peers(now) {
             let generation_lag = self.fleet.generation.saturating_sub(confirmed_generation);
             snapshot.add_value(&GENERATION_LAG, [component, name], generation_lag as f64);

@@ -9,8 +9,8 @@ use coreward_model::load::{CoreLoadTracker, CoreLoads, SmoothingWeight};
 use coreward_model::rss::RssConfig;
 use coreward_wire::{AgentReport, AgentReportDetails, AgentReportError, CountedConnections, ReportedRss, v1};
 
-use super::Now;
-use super::rejection::{MAX_CLOCK_LEAD, MAX_REPORT_BURST, MessageRejection, REGISTRATION_QUOTA};
+use super::ClockReadings;
+use super::rejection::{MAX_REPORT_CLOCK_LEAD, MAX_REPORTS_PER_BURST, MessageRejection, REGISTRATION_QUOTA_PER_NAME};
 use super::token_bucket::{TokenBucket, TokenBucketQuota};
 use super::traffic::TrafficTotalsByBalancer;
 
@@ -19,12 +19,12 @@ pub struct Agent {
     pub session: Option<LiveAgentSession>,
     pub newest_report: Option<NewestAgentReport>,
     /// Generation of the newest confirmed configuration. The server's BPF programs keep it after the agent has ended.
-    pub confirmed_generation: u64,
+    pub confirmed_config_generation: u64,
     /// Traffic to the server, as load balancers counted it until the newest report was accepted.
     pub traffic_at_report: TrafficTotalsByBalancer,
     pub rss_state: ReportedRssState,
     /// Time by which the newest report's wall clock was ahead of the controller's. `None` if it was at most
-    /// [`MAX_CLOCK_LEAD`].
+    /// [`MAX_REPORT_CLOCK_LEAD`].
     pub clock_lead: Option<Duration>,
     load_tracker: CoreLoadTracker,
     registration_bucket: Option<TokenBucket>,
@@ -51,8 +51,8 @@ pub struct NewestAgentReport {
     /// Time at which the report expires, since the controller's start.
     pub expires_at: Duration,
     pub open_connection_count: u32,
-    pub rss_match_count: u64,
-    pub rss_mismatch_count: u64,
+    pub rss_matched_syn_count: u64,
+    pub rss_mismatched_syn_count: u64,
     pub details: StoredReportDetails,
 }
 
@@ -63,12 +63,12 @@ pub struct StoredReportDetails {
     pub bpf_counters: Vec<(String, u64)>,
     pub warnings: Vec<String>,
     pub dispatched_services: Vec<v1::DispatchedService>,
-    pub fresh_connection_count: Option<ConnectionCount>,
+    pub fresh_connection_count: Option<ReportedConnectionCount>,
     pub rejected_updates: Vec<v1::RejectedUpdate>,
 }
 
 impl StoredReportDetails {
-    fn from_report(details: AgentReportDetails, now: Now) -> Self {
+    fn from_report(details: AgentReportDetails, now: ClockReadings) -> Self {
         let AgentReportDetails {
             counters: bpf_counters,
             warnings,
@@ -76,14 +76,14 @@ impl StoredReportDetails {
             counted_connections,
             rejected_updates,
         } = details;
-        let fresh_connection_count =
-            counted_connections.map(|counted_connections| ConnectionCount::from_report(counted_connections, now));
+        let fresh_connection_count = counted_connections
+            .map(|counted_connections| ReportedConnectionCount::from_report(counted_connections, now));
         Self { bpf_counters, warnings, dispatched_services, fresh_connection_count, rejected_updates }
     }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ConnectionCount {
+pub struct ReportedConnectionCount {
     /// Time at which the agent began the count, since the controller's start.
     pub started_at: Duration,
     /// Generation of the agent's configuration when the count began.
@@ -91,8 +91,8 @@ pub struct ConnectionCount {
     pub connections_by_service: BTreeMap<String, u32>,
 }
 
-impl ConnectionCount {
-    fn from_report(reported_connections: CountedConnections, now: Now) -> Self {
+impl ReportedConnectionCount {
+    fn from_report(reported_connections: CountedConnections, now: ClockReadings) -> Self {
         let CountedConnections {
             count_age: age,
             configuration_generation,
@@ -105,7 +105,7 @@ impl ConnectionCount {
         self.connections_by_service.values().copied().map(u64::from).sum()
     }
 
-    pub fn age(&self, now: Now) -> Duration {
+    pub fn age(&self, now: ClockReadings) -> Duration {
         now.monotonic_time.saturating_sub(self.started_at)
     }
 }
@@ -121,12 +121,12 @@ pub struct ReportedRssState {
 
 impl Agent {
     /// Returns the smoothed load of each core of the server, or `None` if the loads are unknown or expired.
-    pub fn fresh_core_loads(&self, now: Now) -> Option<&CoreLoads> {
+    pub fn fresh_core_loads(&self, now: ClockReadings) -> Option<&CoreLoads> {
         if self.has_fresh_report(now) { self.load_tracker.smoothed_loads() } else { None }
     }
 
     /// Returns whether the server's loads come from a rack. If so, the agent's own reports are only displayed.
-    pub fn is_behind_rack(&self) -> bool {
+    pub fn is_relayed_by_rack(&self) -> bool {
         self.session.as_ref().is_some_and(|session| session.rack_name.is_some())
     }
 
@@ -134,12 +134,12 @@ impl Agent {
         self.load_tracker.smoothed_loads().map(|loads| loads.len())
     }
 
-    pub fn has_fresh_report(&self, now: Now) -> bool {
+    pub fn has_fresh_report(&self, now: ClockReadings) -> bool {
         self.newest_report.as_ref().is_some_and(|report| now.monotonic_time <= report.expires_at)
     }
 
     /// Returns the newest count of the server's connections, or `None` if it is unknown or expired.
-    pub fn fresh_connection_count(&self, now: Now) -> Option<&ConnectionCount> {
+    pub fn fresh_connection_count(&self, now: ClockReadings) -> Option<&ReportedConnectionCount> {
         self.newest_report.as_ref().filter(|_| self.has_fresh_report(now))?.details.fresh_connection_count.as_ref()
     }
 
@@ -148,7 +148,7 @@ impl Agent {
     pub fn open_connection_count(&self) -> u32 {
         let Some(report) = &self.newest_report else { return 0 };
         let counted_connections =
-            report.details.fresh_connection_count.as_ref().map(ConnectionCount::total_connection_count);
+            report.details.fresh_connection_count.as_ref().map(ReportedConnectionCount::total_connection_count);
         counted_connections.map_or(report.open_connection_count, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
     }
 
@@ -156,7 +156,7 @@ impl Agent {
         self.rss_state.reported_rss.as_ref().and_then(|reported_rss| reported_rss.rss.as_ref())
     }
 
-    pub fn report_state(&self, now: Now) -> ReportState {
+    pub fn report_state(&self, now: ClockReadings) -> ReportState {
         match &self.newest_report {
             None => ReportState::None,
             Some(_) if self.has_fresh_report(now) => ReportState::Fresh,
@@ -165,19 +165,19 @@ impl Agent {
     }
 
     /// Takes a token for a registration. Returns whether this server's rate of registrations is within its limit.
-    pub fn take_registration_token(&mut self, now: Now) -> bool {
+    pub fn take_registration_token(&mut self, now: ClockReadings) -> bool {
         self.registration_bucket
-            .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic_time))
-            .try_take(REGISTRATION_QUOTA, now.monotonic_time)
+            .get_or_insert(REGISTRATION_QUOTA_PER_NAME.from(now.monotonic_time))
+            .try_take(REGISTRATION_QUOTA_PER_NAME, now.monotonic_time)
     }
 
-    pub fn take_report_token(&mut self, report_interval: Duration, now: Now) -> bool {
+    pub fn take_report_token(&mut self, report_interval: Duration, now: ClockReadings) -> bool {
         let quota = report_quota(report_interval);
         self.report_bucket.get_or_insert(quota.from(now.monotonic_time)).try_take(quota, now.monotonic_time)
     }
 
     /// Returns the time until the agent may report again. The controller does not read the agent's stream before then.
-    pub fn time_until_next_report(&self, report_interval: Duration, now: Now) -> Duration {
+    pub fn time_until_next_report(&self, report_interval: Duration, now: ClockReadings) -> Duration {
         self.report_bucket.map_or(Duration::ZERO, |reports| {
             reports.time_until_token(report_quota(report_interval), now.monotonic_time)
         })
@@ -196,10 +196,10 @@ impl Agent {
         report: Result<AgentReport, AgentReportError>,
         alpha: SmoothingWeight,
         active_generation: u64,
-        now: Now,
+        now: ClockReadings,
     ) -> Result<(), MessageRejection> {
         let report = report.inspect_err(|error| {
-            if let AgentReportError::InvalidRss(problem) = error {
+            if let AgentReportError::InvalidRssConfiguration(problem) = error {
                 self.rss_state.mark_unknown(format!("its RSS was rejected: {problem}"));
             }
         })?;
@@ -208,11 +208,11 @@ impl Agent {
             session.time_to_live = report.time_to_live;
         }
         if report.configuration_generation <= active_generation {
-            self.confirmed_generation = self.confirmed_generation.max(report.configuration_generation);
+            self.confirmed_config_generation = self.confirmed_config_generation.max(report.configuration_generation);
         }
         // Reports are ordered by their numbers and the server's monotonic clock, because wall clocks may be wrong.
         let clock_lead = report.sent_at.saturating_sub(now.wall_time);
-        self.clock_lead = (clock_lead > MAX_CLOCK_LEAD).then_some(clock_lead);
+        self.clock_lead = (clock_lead > MAX_REPORT_CLOCK_LEAD).then_some(clock_lead);
         self.load_tracker.record_report(report.readings, alpha)?;
         self.rss_state.update_reported_rss(report.rss_generation, report.rss);
         let previous_details = self.newest_report.take().map(|previous_report| previous_report.details);
@@ -221,8 +221,8 @@ impl Agent {
             received_at: now.monotonic_time,
             expires_at: now.monotonic_time + report.time_to_live,
             open_connection_count: report.open_connection_count,
-            rss_match_count: report.rss_matched_syn_count,
-            rss_mismatch_count: report.rss_mismatched_syn_count,
+            rss_matched_syn_count: report.rss_matched_syn_count,
+            rss_mismatched_syn_count: report.rss_mismatched_syn_count,
             details: details.unwrap_or_default(),
         });
         Ok(())
@@ -231,7 +231,7 @@ impl Agent {
 
 /// Returns the rate limit of reports. It is twice the configured rate, because intervals change and clocks differ.
 fn report_quota(report_interval: Duration) -> TokenBucketQuota {
-    TokenBucketQuota { token_interval: report_interval / 2, max_burst: MAX_REPORT_BURST }
+    TokenBucketQuota { token_interval: report_interval / 2, max_burst_tokens: MAX_REPORTS_PER_BURST }
 }
 
 impl ReportedRssState {

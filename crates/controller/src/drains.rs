@@ -6,31 +6,35 @@ use std::time::Duration;
 
 use coreward_api::types::{ActiveDrain, ConnectionCounts, DrainOrigin, DrainStatus, ReportState};
 use coreward_model::ServerId;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 
-use super::agent::{Agent, ConnectionCount};
+use super::agent::{Agent, ReportedConnectionCount};
 use super::service::ServerEligibility;
-use super::{Controller, Now};
-use coreward_fleet::drains::{DrainError, DrainRequest};
+use super::{ClockReadings, Controller};
+use coreward_fleet::drains::{ServerDrainError, ServerDrainRequest};
 use coreward_fleet::fleet::{FleetServer, FleetService, ServerAdminState};
 
 /// Maximum delay of an agent's report. The start time of a connection count is derived from the report's arrival, so a
 /// delay makes the count seem more recent than it is.
-const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
+const MAX_REPORT_DELAY: Duration = Duration::from_secs(1);
 
 impl Controller {
     /// Checks that each of the drain's services still has healthy servers other than the drained one.
-    pub fn check_drain_is_possible(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
+    pub fn check_drain_is_possible(
+        &self,
+        request: &ServerDrainRequest,
+        now: ClockReadings,
+    ) -> Result<(), ServerDrainError> {
         request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == ServerEligibility::Eligible)
     }
 
     /// Returns the state of the server's drain and its remaining connections, or `None` if no server has this name.
-    pub fn drain_status(&self, server: &str, now: Now) -> Option<DrainStatus> {
+    pub fn drain_status(&self, server: &str, now: ClockReadings) -> Option<DrainStatus> {
         let id = self.fleet.server_id(server)?;
         let (server, empty_agent) = (&self.fleet.servers[&id], Agent::default());
         let agent = self.agent(id).unwrap_or(&empty_agent);
         let state_reason = self.state_with_reason(id, server, now);
-        let drain = self.drain_of(id, now);
+        let drain = self.active_drain(id, now);
         let drained_services: Vec<&FleetService> = self.drained_services(id).collect();
         let takes_no_connections = drain.is_some() || server.admin_state == ServerAdminState::Left;
         let remaining_connections =
@@ -53,19 +57,19 @@ impl Controller {
                 .map(|connection_count| to_counted_connections(connection_count, now)),
             uncounted_services: drained_services
                 .iter()
-                .filter(|service| !has_counted_connections(service))
+                .filter(|service| !are_connections_counted(service))
                 .map(|service| service.name.clone())
                 .collect(),
         })
     }
 
-    pub(super) fn drain_of(&self, id: ServerId, now: Now) -> Option<ActiveDrain> {
+    pub(super) fn active_drain(&self, id: ServerId, now: ClockReadings) -> Option<ActiveDrain> {
         let server = &self.fleet.servers[&id];
         if server.admin_state == ServerAdminState::Left {
             return None;
         }
         if let Some(drain) = &server.drain {
-            let drain_duration = now.record_time.saturating_sub(drain.changed_at);
+            let drain_duration = now.record_clock_time.saturating_sub(drain.changed_at);
             return Some(ActiveDrain {
                 origin: DrainOrigin::Command,
                 since_unix_ms: Some(now.wall_time.saturating_sub(drain_duration).as_millis() as u64),
@@ -92,22 +96,22 @@ impl Controller {
         server: &FleetServer,
         agent: &Agent,
         services: &[&FleetService],
-        now: Now,
+        now: ClockReadings,
     ) -> Result<u64, Vec<String>> {
         let generation = server.drain.as_ref().map_or(self.fleet.generation, |drain| drain.generation);
-        let confirmation_time = self.load_balancers.confirmation_time(generation, now);
+        let confirmation_time = self.load_balancers.config_confirmation_time(generation, now);
         let counted_connections = newest_connection_count(agent, now);
-        let is_count_after_drain = |connection_count: &ConnectionCount| {
+        let is_count_after_drain = |connection_count: &ReportedConnectionCount| {
             connection_count.configuration_generation >= generation
                 && confirmation_time
                     .as_ref()
-                    .is_ok_and(|confirmed_at| connection_count.started_at >= *confirmed_at + MAX_MESSAGE_DELAY)
+                    .is_ok_and(|confirmed_at| connection_count.started_at >= *confirmed_at + MAX_REPORT_DELAY)
         };
         match (counted_connections, &confirmation_time) {
             (Ok(connection_count), Ok(_)) if is_count_after_drain(connection_count) => {
                 let uncounted_service_names = services
                     .iter()
-                    .filter(|service| has_counted_connections(service))
+                    .filter(|service| are_connections_counted(service))
                     .map(|service| service.name.as_str());
                 Ok(uncounted_service_names
                     .map(|name| connection_count.connections_by_service.get(name).copied().map_or(0, u64::from))
@@ -127,7 +131,7 @@ impl Controller {
 }
 
 /// Returns the agent's newest count of connections, or a description of what the drain waits for.
-fn newest_connection_count(agent: &Agent, now: Now) -> Result<&ConnectionCount, String> {
+fn newest_connection_count(agent: &Agent, now: ClockReadings) -> Result<&ReportedConnectionCount, String> {
     match (agent.report_state(now), agent.fresh_connection_count(now)) {
         (ReportState::None | ReportState::Stale, _) => Err("its agent, which does not report".to_owned()),
         (ReportState::Fresh, None) => {
@@ -137,11 +141,14 @@ fn newest_connection_count(agent: &Agent, now: Now) -> Result<&ConnectionCount, 
     }
 }
 
-fn has_counted_connections(service: &FleetService) -> bool {
-    service.address.protocol == Protocol::Tcp
+fn are_connections_counted(service: &FleetService) -> bool {
+    service.address.protocol == TransportProtocol::Tcp
 }
 
-pub(super) fn to_counted_connections(connection_count: &ConnectionCount, now: Now) -> ConnectionCounts {
+pub(super) fn to_counted_connections(
+    connection_count: &ReportedConnectionCount,
+    now: ClockReadings,
+) -> ConnectionCounts {
     let connections_by_service: BTreeMap<String, u32> = connection_count.connections_by_service.clone();
     ConnectionCounts { age_ms: connection_count.age(now).as_millis() as u64, connections_by_service }
 }

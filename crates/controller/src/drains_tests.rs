@@ -4,21 +4,21 @@ use std::time::Duration;
 
 use coreward_api::types::DrainStatus;
 use coreward_config::TomlSource;
-use coreward_model::load::CoreReadings;
+use coreward_model::load::CoreBusyTimeReadings;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{AgentReport, AgentReportDetails, CountedConnections, v1};
 
 use super::tests::build_plain_report;
-use super::{AgentSession, Controller, Now};
+use super::{AgentSession, ClockReadings, Controller};
 use coreward_fleet::config::FleetConfig;
-use coreward_fleet::drains::DrainRequest;
+use coreward_fleet::drains::ServerDrainRequest;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::FleetRecords;
 
-fn now_at_seconds(seconds: u64) -> Now {
+fn now_at_seconds(seconds: u64) -> ClockReadings {
     let monotonic = Duration::from_secs(seconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
+    ClockReadings { monotonic_time: monotonic, wall_time: wall, record_clock_time: wall }
 }
 
 const TWO_SERVER_FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[server]]\nname = \"s2\"\naddress \
@@ -45,11 +45,11 @@ impl DrainHarness {
         Self { config, records, controller, report_sequence: 0 }
     }
 
-    fn drain_s1(&mut self, services: &[&str], now: Now) -> u64 {
+    fn drain_server_s1(&mut self, services: &[&str], now: ClockReadings) -> u64 {
         let services = (!services.is_empty()).then(|| services.iter().map(|service| (*service).to_owned()).collect());
-        let request = DrainRequest { server_name: "s1".into(), services, may_drain_last_server: false };
+        let request = ServerDrainRequest { server_name: "s1".into(), services, may_drain_last_server: false };
         self.controller.check_drain_is_possible(&request, now).unwrap();
-        assert!(self.records.drain_server(&request, self.records.generation + 1, now.record_time));
+        assert!(self.records.drain_server(&request, self.records.generation + 1, now.record_clock_time));
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
         self.records.generation
@@ -57,15 +57,18 @@ impl DrainHarness {
 
     /// Sends a report of the session's agent. `connection_count` is the count's age in seconds, the configuration
     /// generation at its start, and the number of connections.
-    fn send_report(&mut self, session: &AgentSession, connection_count: Option<(u64, u64, u32)>, now: Now) {
+    fn send_report(&mut self, session: &AgentSession, connection_count: Option<(u64, u64, u32)>, now: ClockReadings) {
         self.report_sequence += 1;
         let connections = connection_count.map(|(age, configuration_generation, connections)| CountedConnections {
             count_age: Duration::from_secs(age),
             configuration_generation,
             connection_count_by_service: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
         });
-        let readings =
-            CoreReadings { report_sequence: self.report_sequence, measured_ns: self.report_sequence, busy_ns: vec![0] };
+        let readings = CoreBusyTimeReadings {
+            report_sequence_number: self.report_sequence,
+            measured_at_ns: self.report_sequence,
+            busy_ns_by_core: vec![0],
+        };
         let details = Some(AgentReportDetails { counted_connections: connections, ..AgentReportDetails::default() });
         let report = AgentReport {
             details,
@@ -76,23 +79,23 @@ impl DrainHarness {
         self.controller.record_report(session, Ok(report), now).unwrap();
     }
 
-    fn confirm_configuration(&mut self, session: u64, configuration_generation: u64, now: Now) {
+    fn confirm_configuration(&mut self, session: u64, configuration_generation: u64, now: ClockReadings) {
         let state = v1::LoadBalancerState { configuration_generation, ..Default::default() };
         self.controller.record_load_balancer_state(session, state, now);
     }
 
-    fn drain_status(&self, now: Now) -> DrainStatus {
+    fn drain_status(&self, now: ClockReadings) -> DrainStatus {
         self.controller.drain_status("s1", now).unwrap()
     }
 
     /// Returns the open connections of server s1, as `status` and `top` display them.
-    fn displayed_open_connections(&self, now: Now) -> [u32; 2] {
+    fn displayed_open_connections(&self, now: ClockReadings) -> [u32; 2] {
         let (id, server) = self.controller.servers_after_id(None).find(|(_, server)| server.name == "s1").unwrap();
         let server_status = self.controller.server_status(id, server, false, now);
         [server_status.open_connections, self.controller.server_loads(id, server, now).open_connections]
     }
 
-    fn drain_wait_reasons(&self, now: Now) -> Vec<String> {
+    fn drain_wait_reasons(&self, now: ClockReadings) -> Vec<String> {
         let drain_status = self.drain_status(now);
         assert_eq!(drain_status.remaining_connections, None);
         drain_status.unknown_count_reasons
@@ -115,7 +118,7 @@ fn drained_connections_are_counted_after_all_load_balancers_confirmed() {
         (None, 0),
         "it is not drained"
     );
-    let generation = harness.drain_s1(&["web"], now_at_seconds(10));
+    let generation = harness.drain_server_s1(&["web"], now_at_seconds(10));
     harness.confirm_configuration(balancer_sessions[0], generation, now_at_seconds(11));
     harness.confirm_configuration(balancer_sessions[1], generation_before_drain, now_at_seconds(11));
     let expected_lb2_reason = "load balancer lb2, which may send new connections still";
@@ -144,7 +147,7 @@ fn drained_connections_are_counted_after_all_load_balancers_confirmed() {
         Some(3),
         "of the service in which it is drained"
     );
-    let generation = harness.drain_s1(&[], now_at_seconds(13));
+    let generation = harness.drain_server_s1(&[], now_at_seconds(13));
     balancer_sessions
         .iter()
         .for_each(|session| harness.confirm_configuration(*session, generation, now_at_seconds(13)));
@@ -164,7 +167,7 @@ fn drained_connections_are_counted_after_all_load_balancers_confirmed() {
 #[test]
 fn drain_waits_for_missing_confirmations() {
     let mut harness = DrainHarness::new();
-    harness.drain_s1(&[], now_at_seconds(10));
+    harness.drain_server_s1(&[], now_at_seconds(10));
     assert_eq!(
         harness.drain_wait_reasons(now_at_seconds(10)),
         ["its agent, which does not report", "a load balancer: none is connected"]

@@ -11,7 +11,8 @@ use coreward_model::connection_table::TableOwnerNumber;
 use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::forwarding::{ForwardingMode, gue_source_port};
 use coreward_model::placement::{
-    CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, PlacementTableState, draw_two_below, mix_hash,
+    CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, PlacementTableState, draw_two_numbers_below,
+    mix_hash,
 };
 use coreward_model::policy::{PoolServer, ServerLoads, ServerPool};
 use coreward_model::tuple::{FourTuple, MixedAddressFamilies, ServiceAddress};
@@ -20,17 +21,17 @@ use coreward_model::{ServerId, load};
 
 pub use established::ExplainedPacket;
 
-use super::{Controller, Now};
+use super::{ClockReadings, Controller};
 use coreward_fleet::fleet::{FleetServer, FleetService};
 use coreward_fleet::records::LoadBalancerRecord;
 
 /// Reason why the placement of a packet cannot be explained.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ExplainError {
+pub enum PacketExplanationError {
     #[error("no service at {address}: expected one of {known_services}")]
     UnknownService { address: ServiceAddress, known_services: String },
     #[error(transparent)]
-    MixedFamilies(#[from] MixedAddressFamilies),
+    MixedAddressFamilies(#[from] MixedAddressFamilies),
 }
 
 /// Copy of a service's state. Placements are explained from the copy, because thousands of servers would delay reports.
@@ -39,13 +40,13 @@ pub struct ServiceSnapshot {
     table: Option<Arc<PlacementTable>>,
     pool: ServerPool,
     /// Names and VLANs of all servers, because a table may contain a server that has left the pool.
-    names_and_vlans: HashMap<ServerId, (String, Vlan)>,
+    server_names_and_vlans: HashMap<ServerId, (String, Vlan)>,
     cookie_keys: FleetCookieKeys,
     /// Fraction of packets that load balancers place by a cookie, or `None` if load balancers do not stamp the
     /// service's cookies.
-    cookie_fraction: Option<f64>,
+    cookie_packet_fraction: Option<f64>,
     /// Names of load balancers, with the owner number by which a cookie identifies a load balancer's connection table.
-    owner_names: Vec<(TableOwnerNumber, String)>,
+    table_owner_names: Vec<(TableOwnerNumber, String)>,
 }
 
 /// Server as copied into a [`ServiceSnapshot`].
@@ -61,9 +62,13 @@ pub struct SnapshotServer {
 impl Controller {
     /// Returns a view of the service without servers. Callers obtain each server from [`Controller::snapshot_server`].
     /// Fails if no service has this address.
-    pub fn service_snapshot(&self, address: ServiceAddress, now: Now) -> Result<ServiceSnapshot, ExplainError> {
+    pub fn service_snapshot(
+        &self,
+        address: ServiceAddress,
+        now: ClockReadings,
+    ) -> Result<ServiceSnapshot, PacketExplanationError> {
         let service = self.services.iter().find(|service| service.configuration().address == address);
-        let service = service.ok_or_else(|| ExplainError::UnknownService {
+        let service = service.ok_or_else(|| PacketExplanationError::UnknownService {
             address,
             known_services: self.describe_known_service_addresses(),
         })?;
@@ -72,11 +77,14 @@ impl Controller {
         Ok(ServiceSnapshot {
             service: service.configuration().clone(),
             table: service.newest_table().map(|new_table| new_table.table),
-            pool: self.with_common_inputs(service, ServerPool::new(Vec::new(), 1), now),
-            names_and_vlans: HashMap::new(),
+            pool: self.with_service_wide_inputs(service, ServerPool::new(Vec::new(), 1), now),
+            server_names_and_vlans: HashMap::new(),
             cookie_keys: self.fleet.key_ring.keys,
-            cookie_fraction: self.load_balancers.stamped_packet_counts(&service.configuration().name).cookie_share(),
-            owner_names: self.fleet.load_balancer_records.iter().filter_map(owner_and_name).collect(),
+            cookie_packet_fraction: self
+                .load_balancers
+                .stamped_packet_counts(&service.configuration().name)
+                .cookie_share(),
+            table_owner_names: self.fleet.load_balancer_records.iter().filter_map(owner_and_name).collect(),
         })
     }
 
@@ -85,9 +93,10 @@ impl Controller {
         view: &ServiceSnapshot,
         id: ServerId,
         server: &FleetServer,
-        now: Now,
+        now: ClockReadings,
     ) -> SnapshotServer {
-        let service = self.positions_by_index.get(&view.service.index).map(|position| &self.services[*position]);
+        let service =
+            self.service_positions_by_index.get(&view.service.index).map(|position| &self.services[*position]);
         let service = service.filter(|service| service.configuration().members.contains_key(&id));
         let pool_server = service.map(|service| self.pool_server(service, id, now));
         SnapshotServer { id, server_name: server.name.clone(), vlan: server.vlan, pool_server }
@@ -99,8 +108,8 @@ impl Controller {
         address: ServiceAddress,
         client: SocketAddr,
         packet: ExplainedPacket,
-        now: Now,
-    ) -> Result<Explanation, ExplainError> {
+        now: ClockReadings,
+    ) -> Result<Explanation, PacketExplanationError> {
         let service_view = self.service_snapshot(address, now)?;
         let servers =
             self.servers_after_id(None).map(|(id, server)| self.snapshot_server(&service_view, id, server, now));
@@ -119,7 +128,7 @@ impl ServiceSnapshot {
     pub fn with_snapshot_servers(mut self, servers: Vec<SnapshotServer>) -> Self {
         let mut pool_servers = Vec::with_capacity(servers.len());
         for SnapshotServer { id, server_name: name, vlan, pool_server } in servers {
-            self.names_and_vlans.insert(id, (name, vlan));
+            self.server_names_and_vlans.insert(id, (name, vlan));
             pool_servers.extend(pool_server);
         }
         self.pool = self.pool.with_servers(pool_servers);
@@ -129,29 +138,33 @@ impl ServiceSnapshot {
     /// Explains to which server a packet from `client` to the service is sent. A first packet is placed by the newest
     /// table. For other packets, the explanation contains all that the controller can derive. Fails if client and VIP
     /// are of different address families.
-    pub fn explain_packet(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
+    pub fn explain_packet(
+        &self,
+        client: SocketAddr,
+        packet: ExplainedPacket,
+    ) -> Result<Explanation, PacketExplanationError> {
         Ok(self.connection_explainer(client)?.explain_packet(packet))
     }
 
-    fn connection_explainer(&self, client: SocketAddr) -> Result<ConnectionExplainer<'_>, ExplainError> {
+    fn connection_explainer(&self, client: SocketAddr) -> Result<ConnectionExplainer<'_>, PacketExplanationError> {
         Ok(ConnectionExplainer {
-            service_view: self,
+            service_snapshot: self,
             four_tuple: FourTuple::new(client, self.service.address.vip_and_port)?,
         })
     }
 }
 
 struct ConnectionExplainer<'a> {
-    service_view: &'a ServiceSnapshot,
+    service_snapshot: &'a ServiceSnapshot,
     four_tuple: FourTuple,
 }
 
 /// Server to which the packet is sent, or `None` if the controller cannot determine it, and the reason in one sentence.
-type PacketVerdict = (Option<ServerId>, String);
+type ExplainedDestination = (Option<ServerId>, String);
 
 impl ConnectionExplainer<'_> {
-    fn packet_verdict(&self, packet: ExplainedPacket) -> PacketVerdict {
-        match (packet, self.service_view.table.as_deref()) {
+    fn packet_verdict(&self, packet: ExplainedPacket) -> ExplainedDestination {
+        match (packet, self.service_snapshot.table.as_deref()) {
             (ExplainedPacket::Established { tsecr, is_reset }, table) => {
                 self.verdict_on_established_connection(table, tsecr, is_reset)
             }
@@ -162,17 +175,17 @@ impl ConnectionExplainer<'_> {
 
     fn explain_packet(&self, packet: ExplainedPacket) -> Explanation {
         let (chosen_id, reason) = self.packet_verdict(packet);
-        let table = self.service_view.table.as_deref();
+        let table = self.service_snapshot.table.as_deref();
         Explanation {
-            service: self.service_view.service.name.clone(),
-            policy: self.service_view.service.policy.to_owned(),
+            service: self.service_snapshot.service.name.clone(),
+            policy: self.service_snapshot.service.policy_name.to_owned(),
             table_generation: table.map_or(0, |table| table.generation),
-            servers: self.service_view.pool.servers().iter().map(|server| self.explained_server(server)).collect(),
+            servers: self.service_snapshot.pool.servers().iter().map(|server| self.explained_server(server)).collect(),
             chosen_server: chosen_id.map(|id| self.server_name(id).to_owned()),
             reason,
-            forwarding: self.service_view.service.mode.forwarding.name().to_owned(),
+            forwarding: self.service_snapshot.service.settings.forwarding.name().to_owned(),
             outer_source_port: self.outer_source_port(),
-            cookie_share: self.service_view.cookie_fraction,
+            cookie_share: self.service_snapshot.cookie_packet_fraction,
         }
     }
 
@@ -181,12 +194,12 @@ impl ConnectionExplainer<'_> {
         let client = self.four_tuple.client();
         let [source, destination] = [client.port(), self.four_tuple.vip().port()].map(u16::to_be_bytes);
         let port_bytes = [source[0], source[1], destination[0], destination[1]];
-        (self.service_view.service.mode.forwarding == ForwardingMode::Gue)
+        (self.service_snapshot.service.settings.forwarding == ForwardingMode::Gue)
             .then(|| gue_source_port(client.ip(), port_bytes))
     }
 
     fn server_name(&self, id: ServerId) -> &str {
-        self.service_view.names_and_vlans.get(&id).map_or("(a server that left)", |(name, _)| name)
+        self.service_snapshot.server_names_and_vlans.get(&id).map_or("(a server that left)", |(name, _)| name)
     }
 
     /// Returns the RSS hash, the bucket, the core and the core's load that the connection would have at this server.
@@ -198,18 +211,18 @@ impl ConnectionExplainer<'_> {
         ExplainedServer {
             name: self.server_name(server.id).to_owned(),
             id: server.id.get().into(),
-            vlan: self.service_view.names_and_vlans.get(&server.id).and_then(|(_, vlan)| vlan.id()),
+            vlan: self.service_snapshot.server_names_and_vlans.get(&server.id).and_then(|(_, vlan)| vlan.id()),
             hash: rss_hash,
-            bucket: rss_hash.map(|hash| self.service_view.service.buckets.bucket_of_hash(hash)),
+            bucket: rss_hash.map(|hash| self.service_snapshot.service.bucket_count.bucket_of_hash(hash)),
             core: core.map(u32::from),
             core_load: core.and_then(load_of_core),
             eligible: server.is_eligible,
         }
     }
 
-    fn verdict_on_new_connection(&self, table: &PlacementTable) -> PacketVerdict {
+    fn verdict_on_new_connection(&self, table: &PlacementTable) -> ExplainedDestination {
         if table.members.is_empty() {
-            let server_count = self.service_view.pool.servers().len();
+            let server_count = self.service_snapshot.pool.servers().len();
             return (
                 None,
                 format!("none of the {server_count} servers takes new connections: the new connection is dropped"),
@@ -223,7 +236,7 @@ impl ConnectionExplainer<'_> {
         }
     }
 
-    fn verdict_by_table(&self, table: &PlacementTable) -> PacketVerdict {
+    fn verdict_by_table(&self, table: &PlacementTable) -> ExplainedDestination {
         let Some(chosen_id) = table.select_server(&mut PlacementTableState::for_table(table), &self.four_tuple) else {
             return (None, "the table names no server for this bucket".to_owned());
         };
@@ -238,7 +251,7 @@ impl ConnectionExplainer<'_> {
                     self.describe_core(table, candidate)
                 )
             }
-            _ if self.service_view.pool.has_loads() => {
+            _ if self.service_snapshot.pool.has_loads() => {
                 format!("{bucket_description} goes to {server_name} by the bucket alone, independent of loads")
             }
             _ => format!("{bucket_description} goes to {server_name} by the bucket alone: no loads are known"),
@@ -246,7 +259,7 @@ impl ConnectionExplainer<'_> {
         (Some(chosen_id), reason)
     }
 
-    fn verdict_by_assignments(&self, table: &PlacementTable) -> PacketVerdict {
+    fn verdict_by_assignments(&self, table: &PlacementTable) -> ExplainedDestination {
         let mut candidates = self.connection_candidates(table);
         // The sort is stable, so that the first of equal loads wins, as in the data plane.
         candidates.sort_by_key(|candidate| candidate.fixed_point_load);
@@ -269,7 +282,7 @@ impl ConnectionExplainer<'_> {
                 Some(connections_until_next) => format!(
                     ", unless a load balancer has given it more than {connections_until_next} connections since the \
                      last table, each counted as {:.4}; then {next_description}",
-                    load_fraction(table.assignment_cost)
+                    to_load_fraction(table.assignment_cost)
                 ),
                 None => format!(", followed by {next_description}"),
             };
@@ -277,7 +290,7 @@ impl ConnectionExplainer<'_> {
         (Some(first.server), reason)
     }
 
-    fn verdict_by_round_robin(&self, table: &PlacementTable) -> PacketVerdict {
+    fn verdict_by_round_robin(&self, table: &PlacementTable) -> ExplainedDestination {
         let mut turn_counts: Vec<(ServerId, u32)> = Vec::new();
         for member in &table.members {
             match turn_counts.iter_mut().find(|(server, _)| *server == member.server) {
@@ -303,17 +316,18 @@ impl ConnectionExplainer<'_> {
         (None, reason)
     }
 
-    fn verdict_by_two_random_choices(&self, table: &PlacementTable) -> PacketVerdict {
+    fn verdict_by_two_random_choices(&self, table: &PlacementTable) -> ExplainedDestination {
         let hash = table.rss_key_by_group.first().map_or(0, |key| key.toeplitz_hash(&self.four_tuple.bytes()));
-        let (first_position, second_position) = draw_two_below(mix_hash(hash), table.members.len() as u32);
+        let (first_position, second_position) = draw_two_numbers_below(mix_hash(hash), table.members.len() as u32);
         let drawn_members = [first_position, second_position].map(|position| table.members[position as usize]);
         let chosen_server = table.select_server(&mut PlacementTableState::for_table(table), &self.four_tuple);
-        let load_description = if self.service_view.service.policy == "pow2" { "mean load" } else { "compared" };
+        let load_description =
+            if self.service_snapshot.service.policy_name == "pow2" { "mean load" } else { "compared" };
         let describe_member = |member: PlacementTableMember| {
             format!(
                 "{} ({load_description} {:.3})",
                 self.server_name(member.server),
-                load_fraction(member.fixed_point_load)
+                to_load_fraction(member.fixed_point_load)
             )
         };
         let reason = match (chosen_server, first_position == second_position) {
@@ -351,7 +365,7 @@ impl ConnectionExplainer<'_> {
     }
 
     fn rss_key_of_server(&self, id: ServerId) -> Option<&coreward_model::rss::RssKey> {
-        let server = self.service_view.pool.servers().iter().find(|server| server.id == id)?;
+        let server = self.service_snapshot.pool.servers().iter().find(|server| server.id == id)?;
         server.rss.as_ref().map(|rss| &rss.key)
     }
 
@@ -361,7 +375,7 @@ impl ConnectionExplainer<'_> {
     }
 
     fn describe_core(&self, table: &PlacementTable, candidate: CandidateCore) -> String {
-        let load = load_fraction(candidate.fixed_point_load);
+        let load = to_load_fraction(candidate.fixed_point_load);
         if !self.is_single_core(table, candidate) {
             let unknown_rss_note =
                 if self.rss_key_of_server(candidate.server).is_none() { ", whose RSS is unknown," } else { "" };
@@ -379,6 +393,6 @@ fn is_load_independent(table: &PlacementTable) -> bool {
 }
 
 /// Converts a load in the fixed-point format of the data plane to a fraction of a core's capacity.
-fn load_fraction(fixed_point_load: u32) -> f64 {
+fn to_load_fraction(fixed_point_load: u32) -> f64 {
     f64::from(fixed_point_load) / f64::from(load::load_to_fixed_point(1.0))
 }

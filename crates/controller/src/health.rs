@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::health::{HealthCheck, HealthProbe, HealthTracker, HealthVerdict, majority_verdicts};
+use coreward_model::health::{HealthCheck, HealthProbe, HealthVerdict, ServerHealthTracker, majority_verdicts};
 
-use super::Now;
-use super::load_balancers::{HealthCheckTarget, LoadBalancers, START_GRACE_PERIOD};
+use super::ClockReadings;
+use super::load_balancers::{HealthCheckTarget, LoadBalancers, PEER_LOSS_GRACE_PERIOD};
 use coreward_fleet::fleet::{Fleet, FleetService};
 use coreward_fleet::records::ServiceMembership;
 
@@ -19,13 +19,13 @@ pub struct ServerHealthState {
     agent_checks: BTreeMap<HealthCheckTarget, AgentHealthCheck>,
     /// Inputs of the newest verdicts: the configuration's generation, and the name and verdict version of each load
     /// balancer.
-    verdict_inputs: Option<(u64, Vec<(String, u64)>)>,
+    verdict_input_versions: Option<(u64, Vec<(String, u64)>)>,
 }
 
 #[derive(Debug)]
 struct AgentHealthCheck {
     health_check: Arc<HealthCheck>,
-    health_tracker: HealthTracker,
+    health_tracker: ServerHealthTracker,
     due_at: Duration,
 }
 
@@ -35,16 +35,16 @@ impl ServerHealthState {
         &mut self,
         fleet: &Fleet,
         load_balancers: &LoadBalancers,
-        now: Now,
+        now: ClockReadings,
         has_reporting_agent: impl Fn(ServerId) -> bool,
     ) {
         self.run_agent_health_checks(fleet, now, has_reporting_agent);
         let verdict_versions = load_balancers.health_verdict_versions(now);
         let verdict_inputs = Some((fleet.generation, verdict_versions));
-        if self.verdict_inputs == verdict_inputs {
+        if self.verdict_input_versions == verdict_inputs {
             return;
         }
-        self.verdict_inputs = verdict_inputs;
+        self.verdict_input_versions = verdict_inputs;
         let checked_targets = targets_checked_by_lbs(fleet);
         let previous_verdicts = std::mem::take(&mut self.verdicts);
         let previous_verdict =
@@ -58,13 +58,18 @@ impl ServerHealthState {
 
     /// Performs the health checks that agents pass by reporting, each at its own interval. After the start of the
     /// controller, agents have time to reconnect before they count as missing.
-    fn run_agent_health_checks(&mut self, fleet: &Fleet, now: Now, has_reporting_agent: impl Fn(ServerId) -> bool) {
+    fn run_agent_health_checks(
+        &mut self,
+        fleet: &Fleet,
+        now: ClockReadings,
+        has_reporting_agent: impl Fn(ServerId) -> bool,
+    ) {
         let mut required_checks: BTreeMap<HealthCheckTarget, &Arc<HealthCheck>> = BTreeMap::new();
         for service in &fleet.services {
             let Some(check) = service.health_check.as_ref().filter(|check| check.probe == HealthProbe::Agent) else {
                 continue;
             };
-            required_checks.extend(present_server_ids(service).map(|id| ((service.index, id), check)));
+            required_checks.extend(present_member_ids(service).map(|id| ((service.index, id), check)));
         }
         self.agent_checks.retain(|target, agent_check| {
             required_checks.get(target).is_some_and(|check| **check == agent_check.health_check)
@@ -72,8 +77,8 @@ impl ServerHealthState {
         for (target, check) in required_checks {
             let agent_check = self.agent_checks.entry(target).or_insert_with(|| AgentHealthCheck {
                 health_check: check.clone(),
-                health_tracker: HealthTracker::default(),
-                due_at: now.monotonic_time.max(START_GRACE_PERIOD),
+                health_tracker: ServerHealthTracker::default(),
+                due_at: now.monotonic_time.max(PEER_LOSS_GRACE_PERIOD),
             });
             if now.monotonic_time >= agent_check.due_at {
                 agent_check.health_tracker.record_check_result(has_reporting_agent(target.1), check.thresholds);
@@ -94,10 +99,10 @@ fn targets_checked_by_lbs(fleet: &Fleet) -> BTreeSet<HealthCheckTarget> {
     let is_checked_by_load_balancers =
         |service: &&FleetService| service.health_check.as_ref().is_some_and(|check| check.probe != HealthProbe::Agent);
     let checked_services = fleet.services.iter().filter(is_checked_by_load_balancers);
-    checked_services.flat_map(|service| present_server_ids(service).map(|id| (service.index, id))).collect()
+    checked_services.flat_map(|service| present_member_ids(service).map(|id| (service.index, id))).collect()
 }
 
-fn present_server_ids(service: &FleetService) -> impl Iterator<Item = ServerId> {
+fn present_member_ids(service: &FleetService) -> impl Iterator<Item = ServerId> {
     let present_members = service.members.iter().filter(|(_, membership)| **membership == ServiceMembership::Present);
     present_members.map(|(id, _)| *id)
 }

@@ -8,18 +8,18 @@ use coreward_config::TomlSource;
 use coreward_model::ServerId;
 use coreward_model::health::HealthVerdict;
 use coreward_model::rss::seeded_rng;
-use coreward_wire::{HealthMessage, LOAD_BALANCER_TIMEOUT, ServerCheckResult, ServiceIndex, v1};
+use coreward_wire::{HealthCheckResultsMessage, LOAD_BALANCER_LOSS_TIMEOUT, ServerCheckResult, ServiceIndex, v1};
 
 use super::tests::build_plain_report;
-use super::{Controller, Now};
+use super::{ClockReadings, Controller};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::FleetRecords;
 
-fn now_at_ms(milliseconds: u64) -> Now {
+fn now_at_ms(milliseconds: u64) -> ClockReadings {
     let monotonic = Duration::from_millis(milliseconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
+    ClockReadings { monotonic_time: monotonic, wall_time: wall, record_clock_time: wall }
 }
 
 /// Returns a fleet of servers s0, s1, s2 with ids 0, 1, 2, and one service with the TOML keys `service_keys`.
@@ -35,7 +35,7 @@ fn three_server_config(service_keys: &str) -> FleetConfig {
 struct HealthHarness {
     records: FleetRecords,
     controller: Controller,
-    sessions: BTreeMap<&'static str, u64>,
+    load_balancer_sessions: BTreeMap<&'static str, u64>,
 }
 
 impl HealthHarness {
@@ -46,18 +46,18 @@ impl HealthHarness {
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let mut register_session =
             |name: &&'static str| (*name, controller.register_load_balancer(name, now_at_ms(0)).unwrap());
-        let sessions = load_balancers.iter().map(&mut register_session).collect();
-        Self { records, controller, sessions }
+        let load_balancer_sessions = load_balancers.iter().map(&mut register_session).collect();
+        Self { records, controller, load_balancer_sessions }
     }
 
-    fn configure(&mut self, service_keys: &str, now: Now) {
+    fn configure(&mut self, service_keys: &str, now: ClockReadings) {
         let config = three_server_config(service_keys);
         self.records.apply_document(&config, now.wall_time, &mut seeded_rng(7, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
     /// Reports a load balancer's verdict on each server: up ('u'), down ('d'), or unknown ('?').
-    fn report_verdicts(&mut self, load_balancer: &str, verdicts: &str, now: Now) {
+    fn report_verdicts(&mut self, load_balancer: &str, verdicts: &str, now: ClockReadings) {
         let to_checked_server = |(id, verdict_letter): (usize, char)| {
             let verdict = match verdict_letter {
                 'u' => Some(HealthVerdict::Up),
@@ -69,18 +69,22 @@ impl HealthHarness {
             (ServiceIndex::new(0).unwrap(), ServerId::try_from(id as u64).unwrap(), checked_server)
         };
         let health_message =
-            HealthMessage { check_results: verdicts.chars().enumerate().map(to_checked_server).collect() };
-        self.controller.load_balancers.record_health_check_results(self.sessions[load_balancer], health_message, now);
+            HealthCheckResultsMessage { check_results: verdicts.chars().enumerate().map(to_checked_server).collect() };
+        self.controller.load_balancers.record_health_check_results(
+            self.load_balancer_sessions[load_balancer],
+            health_message,
+            now,
+        );
     }
 
-    fn send_keep_alives(&mut self, now: Now) {
-        for session in self.sessions.values() {
+    fn send_keep_alives(&mut self, now: ClockReadings) {
+        for session in self.load_balancer_sessions.values() {
             self.controller.record_load_balancer_state(*session, v1::LoadBalancerState::default(), now);
         }
     }
 
     /// Returns the ids of the members of the next table. Checks that all other servers are draining or down.
-    fn next_table_member_ids(&mut self, now: Now) -> Vec<u16> {
+    fn next_table_member_ids(&mut self, now: ClockReadings) -> Vec<u16> {
         let table = self.controller.end_report_interval(now).remove(0).table;
         let member_ids: Vec<u16> = table.members.iter().map(|member| member.server.get()).collect();
         for (server, number) in self.controller.status(now).services[0].members.iter().zip(0u16..) {
@@ -91,12 +95,12 @@ impl HealthHarness {
         member_ids
     }
 
-    fn server_states_and_reasons(&self, now: Now) -> Vec<(String, String)> {
+    fn server_states_and_reasons(&self, now: ClockReadings) -> Vec<(String, String)> {
         let servers = self.controller.status(now).servers;
         servers.into_iter().map(|server| (server.state.to_string(), server.state_reason)).collect()
     }
 
-    fn server_state(&self, server_number: usize, now: Now) -> String {
+    fn server_state(&self, server_number: usize, now: ClockReadings) -> String {
         self.server_states_and_reasons(now).remove(server_number).0
     }
 }
@@ -154,7 +158,7 @@ fn majority_of_load_balancers_decides_server_health() {
     );
     assert_eq!(harness.controller.status(now_at_ms(900)).servers[1].state_for_ms, Some(500));
     // A lost load balancer has no vote.
-    let time_after_lb_timeout_ms = 400 + LOAD_BALANCER_TIMEOUT.as_millis() as u64 + 5_000;
+    let time_after_lb_timeout_ms = 400 + LOAD_BALANCER_LOSS_TIMEOUT.as_millis() as u64 + 5_000;
     harness.report_verdicts("lb2", "uuu", now_at_ms(time_after_lb_timeout_ms));
     assert_eq!(harness.next_table_member_ids(now_at_ms(time_after_lb_timeout_ms)), [0, 1, 2]);
     // When all load balancers are lost, the verdict remains.
@@ -203,7 +207,7 @@ fn service_without_healthy_servers_fails_open_or_drops() {
 fn fail_open_excludes_draining_servers() {
     let mut harness = HealthHarness::new(TCP_HEALTH_CHECK_TOML, &["lb1"]);
     let unresolved_state = v1::LoadBalancerState { unresolved_servers: vec!["s0".to_owned()], ..Default::default() };
-    let session = harness.sessions["lb1"];
+    let session = harness.load_balancer_sessions["lb1"];
     for ms in [0, 4_000] {
         harness.controller.record_load_balancer_state(session, unresolved_state.clone(), now_at_ms(ms));
     }
@@ -244,7 +248,7 @@ fn recovered_server_has_a_slow_start() {
 }
 
 #[test]
-fn service_without_a_check_ignores_verdicts() {
+fn service_without_health_check_ignores_verdicts() {
     let mut harness = HealthHarness::new("", &["lb1"]);
     harness.report_verdicts("lb1", "ddd", now_at_ms(0));
     assert_eq!(harness.next_table_member_ids(now_at_ms(0)), [0, 1, 2]);
@@ -258,7 +262,7 @@ fn service_without_a_check_ignores_verdicts() {
 }
 
 #[test]
-fn agent_check_marks_silent_agents_down() {
+fn agent_health_check_marks_silent_servers_down() {
     let agent_check = "[service.health]\ncheck = \"agent\"\ninterval = \"1s\"\nrise = 2\nfall = 3\n";
     let mut harness = HealthHarness::new(agent_check, &[]);
     let fleet_configuration = harness.controller.fleet_configuration(now_at_ms(0));

@@ -78,7 +78,7 @@ use agents::FleetAgents;
 use coreward_fleet::fleet::{Fleet, FleetService};
 use health::ServerHealthState;
 use load_balancers::LoadBalancers;
-use racks::{RackRelay, Racks};
+use racks::{FleetRacks, RackRelay};
 use rejection::MessageRejection;
 use rss_keys::InternedRssKeys;
 use service::{ReplacedService, Service, TableTrigger};
@@ -87,13 +87,13 @@ use table_acks::TableAcks;
 
 /// Present time on three clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Now {
+pub struct ClockReadings {
     /// Time since the controller's start, on a clock that never goes back.
     pub monotonic_time: Duration,
     /// Wall-clock time since 1970, which may jump.
     pub wall_time: Duration,
     /// Time since 1970 by the clock of the records ([`coreward_fleet::clock`]), which never goes back.
-    pub record_time: Duration,
+    pub record_clock_time: Duration,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -139,10 +139,10 @@ impl ServicePositions {
     }
 }
 
-pub struct RetiredConfiguration {
+pub struct RetiredFleetConfiguration {
     _fleet: Fleet,
     _services: HashMap<ServiceIndex, Service>,
-    _positions_by_server: HashMap<ServerId, Vec<usize>>,
+    _service_positions_by_server: HashMap<ServerId, Vec<usize>>,
     _replaced_services: Vec<ReplacedService>,
 }
 
@@ -154,16 +154,16 @@ pub struct Controller {
     services: Vec<Service>,
     pub load_balancers: LoadBalancers,
     health: ServerHealthState,
-    racks: Racks,
+    racks: FleetRacks,
     accepted_report_count: u64,
     rejection_counts: BTreeMap<&'static str, u64>,
     /// Number of accepted reports whose wall clock was ahead of this host's by more than
-    /// [`MAX_CLOCK_LEAD`](rejection::MAX_CLOCK_LEAD).
+    /// [`MAX_REPORT_CLOCK_LEAD`](rejection::MAX_REPORT_CLOCK_LEAD).
     pub clock_ahead_report_count: u64,
     last_session_number: u64,
-    positions_by_index: HashMap<ServiceIndex, usize>,
-    positions_by_server: HashMap<ServerId, Vec<usize>>,
-    due_services: VecDeque<ServiceIndex>,
+    service_positions_by_index: HashMap<ServiceIndex, usize>,
+    service_positions_by_server: HashMap<ServerId, Vec<usize>>,
+    services_with_due_table: VecDeque<ServiceIndex>,
     pub table_acks: TableAcks,
     share_limiter: ConnectionShareLimiter,
 }
@@ -176,14 +176,14 @@ impl Controller {
             rss_keys: InternedRssKeys::default(),
             load_balancers: LoadBalancers::default(),
             health: ServerHealthState::default(),
-            racks: Racks::default(),
+            racks: FleetRacks::default(),
             accepted_report_count: 0,
             rejection_counts: MessageRejection::COUNTER_NAMES.into_iter().map(|reason| (reason, 0)).collect(),
             clock_ahead_report_count: 0,
             last_session_number: 0,
-            positions_by_index: HashMap::new(),
-            positions_by_server: HashMap::new(),
-            due_services: VecDeque::new(),
+            service_positions_by_index: HashMap::new(),
+            service_positions_by_server: HashMap::new(),
+            services_with_due_table: VecDeque::new(),
             table_acks: TableAcks::default(),
             share_limiter: ConnectionShareLimiter::default(),
             fleet: fleet.clone(),
@@ -199,12 +199,12 @@ impl Controller {
     /// Activates a new configuration. Servers that are in both configurations keep their state.
     pub fn configure(&mut self, fleet: Fleet) {
         let service_indexes = ServicePositions::for_fleet(&fleet);
-        drop(self.configure_with_indexes(fleet, service_indexes));
+        drop(self.configure_with_positions(fleet, service_indexes));
     }
 
     /// Activates a configuration whose `indexes` are already computed. Returns the previous configuration, which can be
     /// dropped later.
-    pub fn configure_with_indexes(&mut self, fleet: Fleet, indexes: ServicePositions) -> RetiredConfiguration {
+    pub fn configure_with_positions(&mut self, fleet: Fleet, indexes: ServicePositions) -> RetiredFleetConfiguration {
         self.agents.retain_fleet_agents(&fleet);
         self.load_balancers.set_known_names(fleet.load_balancer_records.keys());
         let old_services = std::mem::take(&mut self.services);
@@ -228,19 +228,24 @@ impl Controller {
             })
             .collect();
         let old_fleet = std::mem::replace(&mut self.fleet, fleet);
-        self.positions_by_index = positions;
-        let old_positions_by_server = std::mem::replace(&mut self.positions_by_server, positions_by_server);
+        self.service_positions_by_index = positions;
+        let old_positions_by_server = std::mem::replace(&mut self.service_positions_by_server, positions_by_server);
         self.on_services_changed();
-        RetiredConfiguration {
+        RetiredFleetConfiguration {
             _fleet: old_fleet,
             _services: old_services_by_index,
-            _positions_by_server: old_positions_by_server,
+            _service_positions_by_server: old_positions_by_server,
             _replaced_services: replaced_services,
         }
     }
 
     /// Registers an agent for its server and returns its session. Fails if the server is unknown or has a live agent.
-    pub fn register_agent(&mut self, server: &str, version: &str, now: Now) -> Result<AgentSession, MessageRejection> {
+    pub fn register_agent(
+        &mut self,
+        server: &str,
+        version: &str,
+        now: ClockReadings,
+    ) -> Result<AgentSession, MessageRejection> {
         self.register_agent_with_relay(server, version, None, now)
     }
 
@@ -251,7 +256,7 @@ impl Controller {
         server: &str,
         version: &str,
         relay: Option<RackRelay>,
-        now: Now,
+        now: ClockReadings,
     ) -> Result<AgentSession, MessageRejection> {
         let registration = self.try_register_agent(server, version, relay, now);
         self.count_rejection(registration)
@@ -262,7 +267,7 @@ impl Controller {
         server: &str,
         version: &str,
         relay: Option<RackRelay>,
-        now: Now,
+        now: ClockReadings,
     ) -> Result<AgentSession, MessageRejection> {
         let id = self.fleet.server_id(server).ok_or_else(|| MessageRejection::UnknownServer(server.to_owned()))?;
         self.require_allowed_relay(id, relay.as_ref())?;
@@ -273,7 +278,7 @@ impl Controller {
         if let Some(live_session) = &agent.session {
             let since_last_message = now.monotonic_time.saturating_sub(live_session.last_message_at);
             if since_last_message <= live_session.time_to_live {
-                return Err(MessageRejection::DuplicateSession { server: server.to_owned(), since_last_message });
+                return Err(MessageRejection::DuplicateAgent { server: server.to_owned(), since_last_message });
             }
         }
         self.last_session_number += 1;
@@ -302,7 +307,7 @@ impl Controller {
         let build_unknown_server_rejection = || MessageRejection::UnknownServer(session.server_name().to_owned());
         let id = self.fleet.server_id(session.server_name()).ok_or_else(build_unknown_server_rejection)?;
         self.require_allowed_relay(id, session.relay.as_ref())?;
-        let predecessors = self.services.iter().filter_map(|service| service.predecessor_servers(id));
+        let predecessors = self.services.iter().filter_map(|service| service.previous_servers(id));
         Ok(self.fleet.agent_configuration(
             id,
             &predecessors.flatten().copied().filter(|predecessor| *predecessor != id).collect(),
@@ -310,17 +315,17 @@ impl Controller {
     }
 
     /// Returns the configuration that is sent to all load balancers.
-    pub fn fleet_configuration(&self, now: Now) -> FleetConfiguration {
+    pub fn fleet_configuration(&self, now: ClockReadings) -> FleetConfiguration {
         self.fleet.load_balancer_configuration(|name| self.load_balancers.is_alive(name, now))
     }
 
-    pub fn live_load_balancer_names(&self, now: Now) -> BTreeSet<String> {
+    pub fn live_load_balancer_names(&self, now: ClockReadings) -> BTreeSet<String> {
         let live_balancers = self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now));
         live_balancers.map(|(name, _)| name.clone()).collect()
     }
 
     /// Registers a load balancer and returns its session. Fails if a load balancer with this name is alive.
-    pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, MessageRejection> {
+    pub fn register_load_balancer(&mut self, name: &str, now: ClockReadings) -> Result<u64, MessageRejection> {
         let is_allowed =
             self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed_names| allowed_names.contains(name));
         let registration = match is_allowed {
@@ -330,19 +335,19 @@ impl Controller {
         self.count_rejection(registration)
     }
 
-    pub fn record_load_balancer_traffic(&mut self, session: u64, message: &TrafficCountsMessage, now: Now) {
+    pub fn record_load_balancer_traffic(&mut self, session: u64, message: &TrafficCountsMessage, now: ClockReadings) {
         let opened_connections = self.load_balancers.record_traffic(session, message, self.fleet.load_ewma_alpha, now);
         self.share_limiter.add_opened_connections(&opened_connections);
         self.on_traffic_changed(now);
     }
 
-    pub fn record_load_balancer_state(&mut self, session: u64, state: v1::LoadBalancerState, now: Now) {
+    pub fn record_load_balancer_state(&mut self, session: u64, state: v1::LoadBalancerState, now: ClockReadings) {
         self.load_balancers.record_state(session, state, self.fleet.generation, now);
     }
 
-    pub fn record_table_in_force(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
+    pub fn record_table_in_force(&mut self, session: u64, service: ServiceIndex, generation: u64, now: ClockReadings) {
         self.table_acks.record_confirmation(session, service, generation, now);
-        if let Some(position) = self.positions_by_index.get(&service) {
+        if let Some(position) = self.service_positions_by_index.get(&service) {
             self.load_balancers.record_table_in_force(
                 session,
                 &self.services[*position].configuration().name,
@@ -362,8 +367,8 @@ impl Controller {
     }
 
     /// Returns a number that increases with every change of any agent's [`AgentConfiguration::previous_servers`].
-    pub fn predecessor_change_count(&self) -> u64 {
-        self.services.iter().map(Service::predecessor_change_count).sum()
+    pub fn previous_server_change_count(&self) -> u64 {
+        self.services.iter().map(Service::previous_server_change_count).sum()
     }
 
     /// Records an agent's report, or its parse error. A rejected report is counted and has no other effect.
@@ -371,7 +376,7 @@ impl Controller {
         &mut self,
         session: &AgentSession,
         report: Result<AgentReport, AgentReportError>,
-        now: Now,
+        now: ClockReadings,
     ) -> Result<(), MessageRejection> {
         let report_result = self.try_record_report(session, report, now);
         if report_result.is_ok() {
@@ -384,7 +389,7 @@ impl Controller {
         &mut self,
         session: &AgentSession,
         mut report: Result<AgentReport, AgentReportError>,
-        now: Now,
+        now: ClockReadings,
     ) -> Result<(), MessageRejection> {
         let server_name = session.server_name();
         let agent = self
@@ -392,7 +397,7 @@ impl Controller {
             .find_by_name_mut(server_name)
             .ok_or_else(|| MessageRejection::UnknownServer(server_name.to_owned()))?;
         if agent.session.as_ref().is_none_or(|live_session| live_session.session_number != session.session_number) {
-            return Err(MessageRejection::Superseded(server_name.to_owned()));
+            return Err(MessageRejection::SupersededAgent(server_name.to_owned()));
         }
         if !agent.take_report_token(self.fleet.report_interval, now) {
             return Err(MessageRejection::TooManyReports(server_name.to_owned()));
@@ -412,7 +417,7 @@ impl Controller {
 
     /// Returns the time until the session's next message may be read, or zero if it may be read at once. It is
     /// always zero for agents behind racks, whose messages the racks delay.
-    pub fn time_until_next_message(&mut self, session: &AgentSession, now: Now) -> Duration {
+    pub fn time_until_next_message(&mut self, session: &AgentSession, now: ClockReadings) -> Duration {
         if session.relay.is_some() {
             return Duration::ZERO;
         }
@@ -427,7 +432,7 @@ impl Controller {
     }
 
     /// Counts an unsolicited message towards the rate limit of reports.
-    pub fn count_unsolicited_message(&mut self, session: &AgentSession, now: Now) {
+    pub fn count_unsolicited_message(&mut self, session: &AgentSession, now: ClockReadings) {
         let report_interval = self.fleet.report_interval;
         if let Some(agent) = self.agents.find_by_name_mut(session.server_name()) {
             agent.take_report_token(report_interval, now);
@@ -454,7 +459,7 @@ impl Controller {
     }
 
     /// Returns whether the loads of all servers that take new connections are known.
-    pub fn are_all_loads_known(&self, now: Now) -> bool {
+    pub fn are_all_loads_known(&self, now: ClockReadings) -> bool {
         let relayed_servers = self.racks.summarized_servers(now);
         let is_load_known = |id: ServerId| {
             relayed_servers.contains(&id) || self.agent(id).is_some_and(|agent| agent.fresh_core_loads(now).is_some())
@@ -468,15 +473,15 @@ impl Controller {
 
     /// Returns whether all expected load balancers have reported results of health checks, or no checks are configured.
     /// A new leader waits for the results, so that servers that are down remain down.
-    pub fn has_all_check_results(&self, now: Now) -> bool {
+    pub fn has_all_check_results(&self, now: ClockReadings) -> bool {
         let has_checks = self.fleet.services.iter().any(|service| service.health_check.is_some());
         !has_checks || self.load_balancers.have_all_reported_health(now)
     }
 
     /// Computes all services' tables at the end of a report interval, and resets the counts of assigned connections.
-    pub fn end_report_interval(&mut self, now: Now) -> Vec<NewPlacementTable> {
-        self.due_services.clear();
-        self.racks.shared_change_count += 1;
+    pub fn end_report_interval(&mut self, now: ClockReadings) -> Vec<NewPlacementTable> {
+        self.services_with_due_table.clear();
+        self.racks.shared_config_change_count += 1;
         self.update_health_verdicts(now);
         self.update_share_limiter(now);
         for position in 0..self.services.len() {
@@ -487,7 +492,7 @@ impl Controller {
         (0..self.services.len()).map(|position| self.make_table(position, now)).collect()
     }
 
-    fn update_health_verdicts(&mut self, now: Now) {
+    fn update_health_verdicts(&mut self, now: ClockReadings) {
         let mut health_state = std::mem::take(&mut self.health);
         health_state.update_verdicts(&self.fleet, &self.load_balancers, now, |id| {
             self.agent(id).is_some_and(|agent| agent.has_fresh_report(now))
@@ -502,7 +507,7 @@ impl Controller {
     }
 
     /// Returns the arrival times of the servers' newest reports that are later than `lower_bound` (monotonic clock).
-    pub fn report_arrival_times_after(&self, lower_bound: Duration) -> impl Iterator<Item = Duration> {
+    pub fn arrival_times_of_reports_after(&self, lower_bound: Duration) -> impl Iterator<Item = Duration> {
         let newest_reports = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
         newest_reports.map(|report| report.received_at).filter(move |received_at| *received_at > lower_bound)
     }
@@ -512,7 +517,7 @@ impl Controller {
     }
 }
 
-fn create_policy(service: &FleetService) -> Box<dyn policy::Policy> {
-    policy::create_policy_by_name(service.policy, service.hash_seed)
+fn create_policy(service: &FleetService) -> Box<dyn policy::PlacementPolicy> {
+    policy::create_policy_by_name(service.policy_name, service.hash_seed)
         .expect("the configuration takes only policies that exist")
 }

@@ -9,10 +9,12 @@ use coreward_model::health::HealthVerdict;
 use coreward_model::load::SmoothingWeight;
 use coreward_model::policy::TrafficRates;
 use coreward_wire::sanitize::{sanitize_load_balancer_state, sanitize_str};
-use coreward_wire::{HealthMessage, LOAD_BALANCER_TIMEOUT, ServerCheckResult, ServiceIndex, TrafficCountsMessage, v1};
+use coreward_wire::{
+    HealthCheckResultsMessage, LOAD_BALANCER_LOSS_TIMEOUT, ServerCheckResult, ServiceIndex, TrafficCountsMessage, v1,
+};
 
-use super::Now;
-use super::rejection::{MAX_LOAD_BALANCERS, MessageRejection, REGISTRATION_QUOTA};
+use super::ClockReadings;
+use super::rejection::{MAX_LOAD_BALANCERS, MessageRejection, REGISTRATION_QUOTA_PER_NAME};
 use super::token_bucket::TokenBucket;
 use super::traffic::{LoadBalancerTraffic, OpenedConnectionCounts, TrafficTotalsByBalancer};
 use coreward_fleet::fleet::Fleet;
@@ -25,7 +27,7 @@ pub const SERVER_UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Time after the controller's start during which missing load balancers and agents do not count as lost, because they
 /// retry at least every two seconds.
-pub const START_GRACE_PERIOD: Duration = Duration::from_secs(5);
+pub const PEER_LOSS_GRACE_PERIOD: Duration = Duration::from_secs(5);
 
 /// Load balancers by name: connected ones, and those in the fleet records.
 #[derive(Debug, Default)]
@@ -41,16 +43,16 @@ pub struct LoadBalancer {
     /// Time at which the newest session ended, since the controller's start.
     session_ended_at: Duration,
     /// Last state that the load balancer reported, and the time of its arrival, since the controller's start.
-    pub reported_state: Option<(v1::LoadBalancerState, Duration)>,
+    pub reported_state_and_time: Option<(v1::LoadBalancerState, Duration)>,
     /// Generation of the newest configuration that the load balancer has confirmed. Its data plane keeps the state
     /// after the session has ended.
-    pub confirmed_generation: u64,
-    /// Time at which `confirmed_generation` was first confirmed, since the controller's start.
-    pub confirmed_at: Duration,
+    pub confirmed_config_generation: u64,
+    /// Time at which `confirmed_config_generation` was first confirmed, since the controller's start.
+    pub config_confirmed_at: Duration,
     /// Configuration that was active at the load balancer when its session began, if it was newer than the store's.
     newer_configuration: Option<NewerThanStoreConfiguration>,
     /// Time since the controller's start at which each unreachable server's MAC address became unknown, by name.
-    unresolved_since: HashMap<String, Duration>,
+    unresolved_since_by_server: HashMap<String, Duration>,
     traffic: LoadBalancerTraffic,
     reported_health: ReportedServerHealth,
     registration_bucket: Option<TokenBucket>,
@@ -92,21 +94,21 @@ impl LoadBalancers {
     }
 
     /// Registers a load balancer and returns its session. Fails if a load balancer with this name is alive.
-    pub fn register_session(&mut self, name: &str, now: Now) -> Result<u64, MessageRejection> {
+    pub fn register_session(&mut self, name: &str, now: ClockReadings) -> Result<u64, MessageRejection> {
         if self.by_name.len() >= MAX_LOAD_BALANCERS && !self.by_name.contains_key(name) {
             return Err(MessageRejection::TooManyLoadBalancers(sanitize_str(name)));
         }
         let balancer = self.by_name.entry(name.to_owned()).or_default();
         if !balancer
             .registration_bucket
-            .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic_time))
-            .try_take(REGISTRATION_QUOTA, now.monotonic_time)
+            .get_or_insert(REGISTRATION_QUOTA_PER_NAME.from(now.monotonic_time))
+            .try_take(REGISTRATION_QUOTA_PER_NAME, now.monotonic_time)
         {
             return Err(MessageRejection::TooManyRegistrations(name.to_owned()));
         }
         if let Some(live_session) = &balancer.session {
             let since_last_message = now.monotonic_time.saturating_sub(live_session.last_message_at);
-            if since_last_message <= LOAD_BALANCER_TIMEOUT {
+            if since_last_message <= LOAD_BALANCER_LOSS_TIMEOUT {
                 return Err(MessageRejection::DuplicateLoadBalancer { name: name.to_owned(), since_last_message });
             }
         }
@@ -115,9 +117,9 @@ impl LoadBalancers {
             session_number: self.last_session_number,
             last_message_at: now.monotonic_time,
         });
-        balancer.reported_state = None;
-        balancer.unresolved_since.clear();
-        balancer.reported_health.record_health_check_results(HealthMessage::default(), now);
+        balancer.reported_state_and_time = None;
+        balancer.unresolved_since_by_server.clear();
+        balancer.reported_health.record_health_check_results(HealthCheckResultsMessage::default(), now);
         Ok(self.last_session_number)
     }
 
@@ -142,7 +144,7 @@ impl LoadBalancers {
         })
     }
 
-    fn record_message_time(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
+    fn record_message_time(&mut self, session: u64, now: ClockReadings) -> Option<&mut LoadBalancer> {
         let has_this_session = |balancer: &&mut LoadBalancer| balancer.has_session(session);
         let balancer = self.by_name.values_mut().find(has_this_session)?;
         balancer.session.as_mut()?.last_message_at = now.monotonic_time;
@@ -151,23 +153,30 @@ impl LoadBalancers {
 
     /// Records the load balancer's state. `newest_generation` is that of the active configuration, the highest one that
     /// a load balancer can confirm.
-    pub fn record_state(&mut self, session: u64, state: v1::LoadBalancerState, newest_generation: u64, now: Now) {
+    pub fn record_state(
+        &mut self,
+        session: u64,
+        state: v1::LoadBalancerState,
+        newest_generation: u64,
+        now: ClockReadings,
+    ) {
         if let Some(balancer) = self.record_message_time(session, now) {
             let sanitized_state = sanitize_load_balancer_state(state);
-            let unresolved_since =
-                |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic_time);
-            balancer.unresolved_since = sanitized_state
+            let unresolved_since = |server: &String| {
+                balancer.unresolved_since_by_server.get(server).copied().unwrap_or(now.monotonic_time)
+            };
+            balancer.unresolved_since_by_server = sanitized_state
                 .unresolved_servers
                 .iter()
                 .map(|server| (server.clone(), unresolved_since(server)))
                 .collect();
-            if (balancer.confirmed_generation + 1..=newest_generation)
+            if (balancer.confirmed_config_generation + 1..=newest_generation)
                 .contains(&sanitized_state.configuration_generation)
             {
-                (balancer.confirmed_generation, balancer.confirmed_at) =
+                (balancer.confirmed_config_generation, balancer.config_confirmed_at) =
                     (sanitized_state.configuration_generation, now.monotonic_time);
             }
-            balancer.reported_state = Some((sanitized_state, now.monotonic_time));
+            balancer.reported_state_and_time = Some((sanitized_state, now.monotonic_time));
         }
     }
 
@@ -175,14 +184,19 @@ impl LoadBalancers {
     pub fn record_table_in_force(&mut self, session: u64, service: &str, generation: u64) {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let tables_in_force = balancer
-            .and_then(|balancer| balancer.reported_state.as_mut())
+            .and_then(|balancer| balancer.reported_state_and_time.as_mut())
             .map(|(state, _)| &mut state.table_generations);
         if let Some(tables) = tables_in_force {
             tables.insert(service.to_owned(), generation);
         }
     }
 
-    pub fn record_health_check_results(&mut self, session: u64, message: HealthMessage, now: Now) {
+    pub fn record_health_check_results(
+        &mut self,
+        session: u64,
+        message: HealthCheckResultsMessage,
+        now: ClockReadings,
+    ) {
         if let Some(balancer) = self.record_message_time(session, now) {
             balancer.reported_health.record_health_check_results(message, now);
             balancer.reported_health.has_reported_results = true;
@@ -190,18 +204,18 @@ impl LoadBalancers {
     }
 
     /// Returns whether all live load balancers have reported results of health checks to this leader.
-    pub fn have_all_reported_health(&self, now: Now) -> bool {
+    pub fn have_all_reported_health(&self, now: ClockReadings) -> bool {
         self.live_load_balancers(now).all(|(_, balancer)| balancer.reported_health.has_reported_results)
     }
 
     /// Returns the name of each live load balancer and the version of its verdicts, which changes when they do.
-    pub fn health_verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
+    pub fn health_verdict_versions(&self, now: ClockReadings) -> Vec<(String, u64)> {
         self.live_load_balancers(now)
             .map(|(name, balancer)| (name.clone(), balancer.reported_health.verdict_version))
             .collect()
     }
 
-    pub fn live_health_verdicts(&self, now: Now) -> Vec<&BTreeMap<HealthCheckTarget, HealthVerdict>> {
+    pub fn live_health_verdicts(&self, now: ClockReadings) -> Vec<&BTreeMap<HealthCheckTarget, HealthVerdict>> {
         self.live_load_balancers(now).map(|(_, balancer)| &balancer.reported_health.verdicts).collect()
     }
 
@@ -210,7 +224,7 @@ impl LoadBalancers {
     pub fn health_check_results(
         &self,
         target: HealthCheckTarget,
-        now: Now,
+        now: ClockReadings,
     ) -> Vec<(&str, &ServerCheckResult, Duration)> {
         let mut check_results = Vec::new();
         for (name, LoadBalancer { reported_health: health, .. }) in self.live_load_balancers(now) {
@@ -224,15 +238,15 @@ impl LoadBalancers {
 
     /// Returns the time, since the controller's start, at which the last live load balancer confirmed `generation` or a
     /// newer one. The error lists those that have not confirmed it, and is empty if no load balancer is live.
-    pub fn confirmation_time(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
+    pub fn config_confirmation_time(&self, generation: u64, now: ClockReadings) -> Result<Duration, Vec<&str>> {
         let unconfirmed_balancers =
-            self.live_load_balancers(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
+            self.live_load_balancers(now).filter(|(_, balancer)| balancer.confirmed_config_generation < generation);
         let unconfirmed_names: Vec<&str> = unconfirmed_balancers.map(|(name, _)| name.as_str()).collect();
-        let last_confirmed_at = self.live_load_balancers(now).map(|(_, balancer)| balancer.confirmed_at).max();
+        let last_confirmed_at = self.live_load_balancers(now).map(|(_, balancer)| balancer.config_confirmed_at).max();
         last_confirmed_at.filter(|_| unconfirmed_names.is_empty()).ok_or(unconfirmed_names)
     }
 
-    fn live_load_balancers(&self, now: Now) -> impl Iterator<Item = (&String, &LoadBalancer)> {
+    fn live_load_balancers(&self, now: ClockReadings) -> impl Iterator<Item = (&String, &LoadBalancer)> {
         self.by_name.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
@@ -243,7 +257,7 @@ impl LoadBalancers {
         session: u64,
         message: &TrafficCountsMessage,
         alpha: SmoothingWeight,
-        now: Now,
+        now: ClockReadings,
     ) -> OpenedConnectionCounts {
         let Some(balancer) = self.record_message_time(session, now) else { return OpenedConnectionCounts::default() };
         let opened_connections = balancer.traffic.opened_connection_counts(message);
@@ -278,7 +292,7 @@ impl LoadBalancers {
     /// Returns the numbers of packets that all load balancers together forwarded by cookie and by flow table, for a
     /// service that they stamp.
     pub fn stamped_packet_counts(&self, service: &str) -> StampedService {
-        let reported_states = self.by_name.values().filter_map(|balancer| balancer.reported_state.as_ref());
+        let reported_states = self.by_name.values().filter_map(|balancer| balancer.reported_state_and_time.as_ref());
         let stamped_services = reported_states.flat_map(|(state, _)| &state.stamped_services);
         let zero_counts = StampedService { service: service.to_owned(), cookie_packets: 0, flow_table_packets: 0 };
         stamped_services.filter(|stamped_service| stamped_service.service == service).fold(
@@ -292,7 +306,7 @@ impl LoadBalancers {
     }
 
     /// Ends a session. Returns whether the load balancer is now disconnected, and false if it has a newer session.
-    pub fn end_session(&mut self, session: u64, now: Now) -> bool {
+    pub fn end_session(&mut self, session: u64, now: ClockReadings) -> bool {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let has_ended = balancer.map(|balancer| {
             balancer.session = None;
@@ -307,19 +321,21 @@ impl LoadBalancers {
     }
 
     /// Returns whether the load balancer's session is open or ended recently.
-    pub fn is_alive(&self, name: &str, now: Now) -> bool {
+    pub fn is_alive(&self, name: &str, now: ClockReadings) -> bool {
         self.by_name.get(name).is_some_and(|balancer| balancer.is_alive(now))
     }
 
     /// Returns whether no load balancer has been able to reach the server for [`SERVER_UNREACHABLE_TIMEOUT`].
-    pub fn is_unreachable(&self, server: &str, now: Now) -> bool {
+    pub fn is_unreachable(&self, server: &str, now: ClockReadings) -> bool {
         let is_long_unresolved = |balancer: &LoadBalancer| {
-            let unresolved_since = balancer.unresolved_since.get(server);
+            let unresolved_since = balancer.unresolved_since_by_server.get(server);
             unresolved_since
                 .is_some_and(|start_time| now.monotonic_time.saturating_sub(*start_time) >= SERVER_UNREACHABLE_TIMEOUT)
         };
-        let mut reporting_balancers =
-            self.connected_load_balancers().filter(|(_, balancer)| balancer.reported_state.is_some()).peekable();
+        let mut reporting_balancers = self
+            .connected_load_balancers()
+            .filter(|(_, balancer)| balancer.reported_state_and_time.is_some())
+            .peekable();
         reporting_balancers.peek().is_some() && reporting_balancers.all(|(_, balancer)| is_long_unresolved(balancer))
     }
 
@@ -338,7 +354,7 @@ impl LoadBalancers {
 }
 
 impl ReportedServerHealth {
-    fn record_health_check_results(&mut self, message: HealthMessage, now: Now) {
+    fn record_health_check_results(&mut self, message: HealthCheckResultsMessage, now: ClockReadings) {
         let check_results: BTreeMap<HealthCheckTarget, ServerCheckResult> = message
             .check_results
             .into_iter()
@@ -363,9 +379,9 @@ impl LoadBalancer {
 
     /// Returns whether the load balancer sent a message recently. After a power failure, its stream stays open until
     /// the keep-alive fails, which is too late for clients.
-    pub fn is_alive(&self, now: Now) -> bool {
+    pub fn is_alive(&self, now: ClockReadings) -> bool {
         let last_message_at =
             self.session.as_ref().map_or(self.session_ended_at, |live_session| live_session.last_message_at);
-        now.monotonic_time < START_GRACE_PERIOD.max(last_message_at + LOAD_BALANCER_TIMEOUT)
+        now.monotonic_time < PEER_LOSS_GRACE_PERIOD.max(last_message_at + LOAD_BALANCER_LOSS_TIMEOUT)
     }
 }

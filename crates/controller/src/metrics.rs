@@ -10,7 +10,7 @@ use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_metrics::table::MetricKind::{Counter, Gauge, MaxGauge};
 use coreward_metrics::table::{Component, MetricFamily, declare_family};
 
-use super::{Controller, Now};
+use super::{ClockReadings, Controller};
 
 metrics! {
     REPORTS_ACCEPTED_TOTAL: MetricFamily<0> = declare_family(
@@ -119,7 +119,7 @@ pub fn add_status_metrics(snapshot: &mut MetricsSnapshot, status: &Status, wall_
 
 impl Controller {
     /// Adds the metrics that cannot be computed from the status.
-    pub fn add_metrics(&self, snapshot: &mut MetricsSnapshot, now: Now) {
+    pub fn add_metrics(&self, snapshot: &mut MetricsSnapshot, now: ClockReadings) {
         self.add_acknowledgement_metrics(snapshot, now);
         snapshot.add_value(&STORE_BEHIND, [], self.is_store_outdated().into());
         snapshot.add_value(&STORE_HAS_DOCUMENT, [], self.fleet.has_document().into());
@@ -131,7 +131,7 @@ impl Controller {
             }
         }
         for (name, balancer) in self.load_balancers.iter() {
-            if let Some((state, _)) = &balancer.reported_state {
+            if let Some((state, _)) = &balancer.reported_state_and_time {
                 component::add_load_balancer_metrics(snapshot, name, state);
             }
         }

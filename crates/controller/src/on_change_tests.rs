@@ -6,17 +6,17 @@ use coreward_config::TomlSource;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{ServerTraffic, ServiceIndex, TrafficCountsMessage};
 
-use super::on_change::{InputPollCursor, NewTableWithTrigger};
+use super::on_change::{PlacementTableWithTrigger, TableInputPollCursor};
 use super::tests::build_plain_report;
-use super::{AgentSession, Controller, Now};
+use super::{AgentSession, ClockReadings, Controller};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::FleetRecords;
 
-fn now_at_ms(milliseconds: u64) -> Now {
+fn now_at_ms(milliseconds: u64) -> ClockReadings {
     let monotonic = Duration::from_millis(milliseconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
+    ClockReadings { monotonic_time: monotonic, wall_time: wall, record_clock_time: wall }
 }
 
 /// Returns a fleet of servers s0 to s3. Service `web` has the first two servers, `api` the last two, and `old` (policy
@@ -60,18 +60,18 @@ impl TableUpdateHarness {
         Self { controller, records, sessions, report_sequence: 0 }
     }
 
-    fn send_report(&mut self, server_number: usize, now: Now) {
+    fn send_report(&mut self, server_number: usize, now: ClockReadings) {
         self.report_sequence += 1;
         let report = build_plain_report(self.report_sequence, now, &[self.report_sequence * 1_000; 4]);
         self.controller.record_report(&self.sessions[server_number], Ok(report), now).unwrap();
     }
 
-    fn make_due_tables(&mut self, now: Now) -> Vec<NewTableWithTrigger> {
+    fn make_due_tables(&mut self, now: ClockReadings) -> Vec<PlacementTableWithTrigger> {
         std::iter::from_fn(|| self.controller.make_next_due_table(now)).collect()
     }
 
     /// Makes the tables that are due. Returns the names of their services and the tables' generations.
-    fn make_and_list_due_tables(&mut self, now: Now) -> Vec<(&'static str, u64)> {
+    fn make_and_list_due_tables(&mut self, now: ClockReadings) -> Vec<(&'static str, u64)> {
         let due_tables = self.make_due_tables(now);
         due_tables
             .iter()
@@ -94,7 +94,7 @@ impl TableUpdateHarness {
 #[test]
 fn only_services_whose_inputs_changed_get_a_table() {
     let mut harness = TableUpdateHarness::new();
-    harness.controller.poll_inputs(now_at_ms(0), true);
+    harness.controller.poll_table_inputs(now_at_ms(0), true);
     assert_eq!(
         harness.make_and_list_due_tables(now_at_ms(0)),
         [("web", 1), ("api", 1), ("old", 1)],
@@ -112,11 +112,11 @@ fn only_services_whose_inputs_changed_get_a_table() {
         [("api", 2), ("web", 3)],
         "who has waited longest comes first"
     );
-    harness.controller.poll_inputs(now_at_ms(100), true);
+    harness.controller.poll_table_inputs(now_at_ms(100), true);
     harness.make_and_list_due_tables(now_at_ms(100));
-    harness.controller.poll_inputs(now_at_ms(200), true);
+    harness.controller.poll_table_inputs(now_at_ms(200), true);
     assert_eq!(harness.make_and_list_due_tables(now_at_ms(200)), [], "nothing has changed");
-    harness.controller.poll_inputs(now_at_ms(100_000), true);
+    harness.controller.poll_table_inputs(now_at_ms(100_000), true);
     assert_eq!(
         harness.make_and_list_due_tables(now_at_ms(100_000)),
         [("web", 5), ("api", 4)],
@@ -127,7 +127,7 @@ fn only_services_whose_inputs_changed_get_a_table() {
 #[test]
 fn oldest_change_is_the_trigger_of_a_table() {
     let mut harness = TableUpdateHarness::new();
-    harness.controller.poll_inputs(now_at_ms(0), true);
+    harness.controller.poll_table_inputs(now_at_ms(0), true);
     harness.make_and_list_due_tables(now_at_ms(0));
     harness.send_report(0, now_at_ms(10));
     harness.send_report(1, now_at_ms(15));
@@ -137,8 +137,8 @@ fn oldest_change_is_the_trigger_of_a_table() {
     let web_index = harness.service_index("web");
     harness.controller.table_acks.record_confirmation(7, web_index, 1, now_at_ms(16));
     harness.controller.table_acks.record_confirmation(7, web_index, 2, now_at_ms(18));
-    assert_eq!(harness.controller.table_acks.latency_since_receipt.observed_latency_count(), 1);
-    assert!((harness.controller.table_acks.latency_since_receipt.total_duration_s() - 0.008).abs() < 1e-9);
+    assert_eq!(harness.controller.table_acks.latency_since_report_receipt.observed_latency_count(), 1);
+    assert!((harness.controller.table_acks.latency_since_report_receipt.total_duration_s() - 0.008).abs() < 1e-9);
 }
 
 #[test]
@@ -147,13 +147,13 @@ fn assigned_connection_counts_continue_until_a_newer_load_arrives() {
     for now in [0, 100] {
         (0..4).for_each(|server| harness.send_report(server, now_at_ms(now)));
     }
-    harness.controller.poll_inputs(now_at_ms(100), true);
+    harness.controller.poll_table_inputs(now_at_ms(100), true);
     harness.make_and_list_due_tables(now_at_ms(100));
     harness.send_report(1, now_at_ms(110));
     let table = harness.make_due_tables(now_at_ms(110)).remove(0).new_table.table;
     let find_slot_age = |table: &coreward_model::placement::PlacementTable, server: u16| {
         let slot = table.core_slots.iter().position(|core| core.server.get() == server).unwrap();
-        table.core_slot_ages.get(slot).copied().unwrap_or(0)
+        table.load_age_by_core_slot.get(slot).copied().unwrap_or(0)
     };
     assert_eq!((find_slot_age(&table, 0), find_slot_age(&table, 1)), (1, 0));
     harness.send_report(1, now_at_ms(120));
@@ -164,7 +164,7 @@ fn assigned_connection_counts_continue_until_a_newer_load_arrives() {
     assert_eq!((find_slot_age(&table, 0), find_slot_age(&table, 1)), (0, 1));
     harness.send_report(0, now_at_ms(100_000));
     harness.make_due_tables(now_at_ms(100_000));
-    harness.controller.poll_inputs(now_at_ms(100_000), true);
+    harness.controller.poll_table_inputs(now_at_ms(100_000), true);
     harness.send_report(0, now_at_ms(100_010));
     let table = harness.make_due_tables(now_at_ms(100_010)).remove(0).new_table.table;
     assert_eq!(find_slot_age(&table, 1), 0);
@@ -173,10 +173,10 @@ fn assigned_connection_counts_continue_until_a_newer_load_arrives() {
 #[test]
 fn traffic_message_makes_traffic_based_tables_due() {
     let mut harness = TableUpdateHarness::new();
-    harness.controller.poll_inputs(now_at_ms(0), true);
+    harness.controller.poll_table_inputs(now_at_ms(0), true);
     harness.make_and_list_due_tables(now_at_ms(0));
     let session = harness.controller.register_load_balancer("lb1", now_at_ms(1)).unwrap();
-    harness.controller.poll_inputs(now_at_ms(2), false);
+    harness.controller.poll_table_inputs(now_at_ms(2), false);
     harness.make_and_list_due_tables(now_at_ms(2));
     let api_index = harness.service_index("api");
     let server_traffic = ServerTraffic { opened_connection_count: 5, ..Default::default() };
@@ -194,13 +194,13 @@ fn traffic_message_makes_traffic_based_tables_due() {
 #[test]
 fn unrelated_configuration_change_makes_no_table_due() {
     let mut harness = TableUpdateHarness::new();
-    harness.controller.poll_inputs(now_at_ms(0), true);
+    harness.controller.poll_table_inputs(now_at_ms(0), true);
     harness.make_and_list_due_tables(now_at_ms(0));
     let config = four_server_fleet("load_ewma_alpha = 0.25\n");
     harness.records.apply_document(&config, now_at_ms(1).wall_time, &mut seeded_rng(6, 0)).unwrap();
     harness.send_report(0, now_at_ms(1));
     harness.controller.configure(Fleet::new(&config, &harness.records));
-    harness.controller.poll_inputs(now_at_ms(2), false);
+    harness.controller.poll_table_inputs(now_at_ms(2), false);
     assert_eq!(harness.make_and_list_due_tables(now_at_ms(2)), [("web", 2)], "what was due is due still, and no other");
 }
 
@@ -228,9 +228,9 @@ fn inputs_of_many_servers_are_polled_shard_by_shard() {
     records.apply_document(&config, now_at_ms(0).wall_time, &mut seeded_rng(6, 0)).unwrap();
     let mut controller = Controller::new(Fleet::new(&config, &records));
     let mut step_count = 0;
-    let mut next_cursor = Some(InputPollCursor::default());
+    let mut next_cursor = Some(TableInputPollCursor::default());
     while let Some(cursor) = next_cursor {
-        next_cursor = controller.poll_inputs_from(cursor, now_at_ms(1_000), false);
+        next_cursor = controller.poll_table_inputs_from(cursor, now_at_ms(1_000), false);
         step_count += 1;
     }
     assert_eq!(step_count, 5);

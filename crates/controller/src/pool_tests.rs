@@ -8,19 +8,19 @@ use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
-use coreward_wire::{AgentReport, LOAD_BALANCER_TIMEOUT, ServerTraffic, ServiceIndex, TrafficCountsMessage};
+use coreward_wire::{AgentReport, LOAD_BALANCER_LOSS_TIMEOUT, ServerTraffic, ServiceIndex, TrafficCountsMessage};
 
 use super::explain::ExplainedPacket;
 use super::tests::build_plain_report;
-use super::{AgentSession, Controller, Now};
+use super::{AgentSession, ClockReadings, Controller};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::FleetRecords;
 
-fn now_at_seconds(seconds: u64) -> Now {
+fn now_at_seconds(seconds: u64) -> ClockReadings {
     let monotonic = Duration::from_secs(seconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
+    ClockReadings { monotonic_time: monotonic, wall_time: wall, record_clock_time: wall }
 }
 
 /// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and the TOML keys `server_keys`, and one
@@ -48,29 +48,29 @@ impl PoolHarness {
         Self { records, controller }
     }
 
-    fn configure(&mut self, server_keys: &[&str], service_keys: &str, now: Now) {
+    fn configure(&mut self, server_keys: &[&str], service_keys: &str, now: ClockReadings) {
         let config = fleet_config(server_keys, service_keys);
         self.records.apply_document(&config, now.wall_time, &mut seeded_rng(7, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
-    fn make_table(&mut self, now: Now) -> PlacementTable {
+    fn make_table(&mut self, now: ClockReadings) -> PlacementTable {
         (*self.controller.end_report_interval(now).remove(0).table).clone()
     }
 
-    fn connect_agent(&mut self, server_number: usize, open_connections: u32, now: Now) -> AgentSession {
+    fn connect_agent(&mut self, server_number: usize, open_connections: u32, now: ClockReadings) -> AgentSession {
         let session = self.controller.register_agent(&format!("s{server_number}"), "test", now).unwrap();
         self.send_report(&session, 1, open_connections, now);
         session
     }
 
-    fn send_report(&mut self, session: &AgentSession, sequence: u64, open_connections: u32, now: Now) {
+    fn send_report(&mut self, session: &AgentSession, sequence: u64, open_connections: u32, now: ClockReadings) {
         let report =
             AgentReport { open_connection_count: open_connections, ..build_plain_report(sequence, now, &[0; 2]) };
         self.controller.record_report(session, Ok(report), now).unwrap();
     }
 
-    fn open_connection_counts(&self, now: Now) -> Vec<u32> {
+    fn open_connection_counts(&self, now: ClockReadings) -> Vec<u32> {
         let pool = self.controller.compute_pool(&self.controller.services[0], now);
         pool.servers().iter().map(|server| server.open_connection_count).collect()
     }
@@ -110,7 +110,7 @@ fn servers_get_buckets_in_proportion_to_their_weights() {
     let mut harness = PoolHarness::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
     let table = harness.make_table(now_at_seconds(0));
     assert_eq!(bucket_counts_by_server(&table), BTreeMap::from([(0, 96), (1, 32)]));
-    assert!(table.consistent_servers.iter().all(|server| *server != server_id(2)));
+    assert!(table.consistent_server_by_bucket.iter().all(|server| *server != server_id(2)));
     let configured_servers = harness.controller.fleet_configuration(now_at_seconds(0)).services.remove(0).servers;
     assert_eq!(configured_servers.iter().map(|server| server.is_eligible).collect::<Vec<_>>(), [true, true, false]);
     harness.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", now_at_seconds(1));
@@ -146,7 +146,7 @@ fn new_server_has_a_slow_start_but_initial_servers_have_none() {
     assert!(
         harness
             .make_table(now_at_seconds(500))
-            .consistent_servers
+            .consistent_server_by_bucket
             .iter()
             .filter(|server| **server == server_id(3))
             .count()
@@ -250,17 +250,17 @@ fn packet_placement_uses_the_mean_load_of_cores() {
 fn previous_servers_of_buckets_are_sent_to_agents() {
     let mut harness = PoolHarness::new(&["", "", ""], "");
     let sessions: Vec<AgentSession> = (0..2).map(|n| harness.connect_agent(n, 0, now_at_seconds(0))).collect();
-    let old_servers = harness.make_table(now_at_seconds(0)).consistent_servers;
-    assert!(harness.make_table(now_at_seconds(0)).previous_consistent_servers.is_empty());
+    let old_servers = harness.make_table(now_at_seconds(0)).consistent_server_by_bucket;
+    assert!(harness.make_table(now_at_seconds(0)).previous_consistent_server_by_bucket.is_empty());
     assert_eq!(harness.controller.take_changed_bucket_histories().len(), 1);
     assert!(harness.controller.take_changed_bucket_histories().is_empty());
-    let change_count = harness.controller.predecessor_change_count();
+    let change_count = harness.controller.previous_server_change_count();
     harness.configure(&["", "", "state = \"draining\""], "", now_at_seconds(1));
     let table = harness.make_table(now_at_seconds(1));
-    for (bucket, (old, new)) in old_servers.iter().zip(&table.consistent_servers).enumerate() {
-        assert_eq!(table.previous_consistent_servers[bucket], (old != new).then_some(*old));
+    for (bucket, (old, new)) in old_servers.iter().zip(&table.consistent_server_by_bucket).enumerate() {
+        assert_eq!(table.previous_consistent_server_by_bucket[bucket], (old != new).then_some(*old));
     }
-    assert!(harness.controller.predecessor_change_count() > change_count);
+    assert!(harness.controller.previous_server_change_count() > change_count);
     for session in &sessions {
         let previous_servers = harness.controller.agent_configuration(session).unwrap().previous_servers;
         assert_eq!(previous_servers.iter().map(|server| server.id).collect::<Vec<_>>(), [server_id(2)]);
@@ -270,7 +270,10 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     harness.records.services.get_mut(&name).unwrap().bucket_history = history;
     harness.controller =
         Controller::new(Fleet::new(&fleet_config(&["", "", "state = \"draining\""], ""), &harness.records));
-    assert_eq!(harness.make_table(now_at_seconds(2)).previous_consistent_servers, table.previous_consistent_servers);
+    assert_eq!(
+        harness.make_table(now_at_seconds(2)).previous_consistent_server_by_bucket,
+        table.previous_consistent_server_by_bucket
+    );
     // No server forwards packets if the bucket does not determine their server.
     harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", now_at_seconds(3));
     let session = harness.connect_agent(0, 0, now_at_seconds(3));
@@ -294,19 +297,19 @@ fn silent_load_balancers_count_as_lost() {
     let is_load_balancer_alive = |harness: &PoolHarness, now: Duration| {
         !harness
             .controller
-            .live_load_balancer_names(Now { monotonic_time: now, wall_time: now, record_time: now })
+            .live_load_balancer_names(ClockReadings { monotonic_time: now, wall_time: now, record_clock_time: now })
             .is_empty()
     };
     let session_end_time = Duration::from_secs(21);
     assert!(
-        is_load_balancer_alive(&harness, session_end_time + LOAD_BALANCER_TIMEOUT - Duration::from_millis(1))
-            && !is_load_balancer_alive(&harness, session_end_time + LOAD_BALANCER_TIMEOUT)
+        is_load_balancer_alive(&harness, session_end_time + LOAD_BALANCER_LOSS_TIMEOUT - Duration::from_millis(1))
+            && !is_load_balancer_alive(&harness, session_end_time + LOAD_BALANCER_LOSS_TIMEOUT)
     );
     let silent_session = harness.controller.register_load_balancer("lb1", now_at_seconds(30)).unwrap();
     let last_message_time = Duration::from_secs(30);
     assert!(
         is_load_balancer_alive(&harness, Duration::from_secs(31))
-            && !is_load_balancer_alive(&harness, last_message_time + LOAD_BALANCER_TIMEOUT)
+            && !is_load_balancer_alive(&harness, last_message_time + LOAD_BALANCER_LOSS_TIMEOUT)
     );
     harness.controller.record_load_balancer_state(
         silent_session,
@@ -337,12 +340,12 @@ fn servers_with_lb_stamping_need_no_agent() {
     let time_key = configuration.services[0].time_key.expect("load balancers stamp");
     let server = ServerId::try_from(1).unwrap();
     assert!(!fleet.is_stamping_server(server));
-    assert!(!fleet.agent_configuration(server, &BTreeSet::new()).services[0].mode.is_stamped_by_servers());
+    assert!(!fleet.agent_configuration(server, &BTreeSet::new()).services[0].settings.servers_stamp_packets());
     assert!(harness.controller.keys(now_at_seconds(10)).pending_peers.is_empty());
 
     let (address, client) = (configuration.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.vip_and_port).unwrap();
-    let tsecr = lb_stamping::stamp_tsval(&configuration.keys, &time_key, &tuple, server, 5);
+    let tsecr = lb_stamping::stamp_tsval(&configuration.cookie_keys, &time_key, &tuple, server, 5);
     let packet = ExplainedPacket::Established { tsecr: Some(tsecr), is_reset: false };
     let explanation = harness.controller.explain_packet(address, client, packet, now_at_seconds(10)).unwrap();
     assert_eq!(explanation.chosen_server.as_deref(), Some("s1"), "{}", explanation.reason);
@@ -354,7 +357,7 @@ fn servers_with_lb_stamping_need_no_agent() {
     harness.records.key_ring.switch_to_next_key(now_at_seconds(20).wall_time, 3);
     harness.configure(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n", now_at_seconds(20));
     let rotated_configuration = harness.controller.fleet.load_balancer_configuration(|_| true);
-    assert_ne!(rotated_configuration.keys, configuration.keys);
+    assert_ne!(rotated_configuration.cookie_keys, configuration.cookie_keys);
     assert_eq!(rotated_configuration.services[0].time_key, Some(time_key));
     harness.configure(&["", ""], "policy = \"rr\"\n", now_at_seconds(30));
     assert_eq!(harness.controller.fleet.load_balancer_configuration(|_| true).services[0].time_key, None);

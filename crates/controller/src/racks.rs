@@ -12,28 +12,28 @@ use coreward_model::ServerId;
 use coreward_model::policy::RackSummary;
 use coreward_wire::rack::parse_rack_summary;
 use coreward_wire::{
-    LOAD_BALANCER_TIMEOUT, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1,
+    LOAD_BALANCER_LOSS_TIMEOUT, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1,
 };
 
 use super::pool::places_each_datagram;
 use super::rejection::MessageRejection;
 use super::service::Service;
-use super::{AgentSession, Controller, Now};
+use super::{AgentSession, ClockReadings, Controller};
 
 /// Maximum number of detailed reports per second from all agents behind racks. It is a tenth of the reports that a
 /// controller without racks can process.
 const MAX_FULL_REPORTS_PER_SECOND: usize = 2_000;
 
 /// Number of report intervals after which a rack's summaries expire. Agents' reports have the same default.
-const SUMMARY_VALIDITY_INTERVALS: u32 = 3;
+const RACK_SUMMARY_LIFETIME_INTERVALS: u32 = 3;
 
 /// Connected racks, and disconnected racks whose summaries are still valid.
 #[derive(Debug, Default)]
-pub struct Racks {
+pub struct FleetRacks {
     by_name: BTreeMap<String, Rack>,
     last_session_number: u64,
     /// Number of changes so far that may affect the configurations of all racks.
-    pub shared_change_count: u64,
+    pub shared_config_change_count: u64,
 }
 
 /// Version of one rack's configuration. The configuration is sent again when its version has changed.
@@ -66,13 +66,13 @@ struct ReceivedRackSummary {
 }
 
 impl ReceivedRackSummary {
-    fn is_valid(&self, now: Now) -> bool {
+    fn is_valid(&self, now: ClockReadings) -> bool {
         now.monotonic_time <= self.expires_at
     }
 }
 
 impl Rack {
-    fn valid_summaries(&self, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
+    fn valid_summaries(&self, now: ClockReadings) -> impl Iterator<Item = &Arc<RackSummary>> {
         self.summaries_by_service
             .values()
             .filter(move |received_summary| received_summary.is_valid(now))
@@ -92,13 +92,13 @@ pub struct RackRelay {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RackSummaryRejection {
     #[error(transparent)]
-    Malformed(#[from] WireError),
+    MalformedSummary(#[from] WireError),
     /// The agent of this server is not connected through the rack, so the rack must not report the server.
     #[error("the agent of server {0} is not connected through this rack: expected only servers whose agents are")]
     ForeignServer(ServerId),
 }
 
-impl Racks {
+impl FleetRacks {
     fn find_by_session(&mut self, session: u64) -> Option<&mut Rack> {
         self.by_name.values_mut().find(|rack| rack.session_number == Some(session))
     }
@@ -111,7 +111,7 @@ impl Racks {
     pub fn valid_summaries_of_service(
         &self,
         service: ServiceIndex,
-        now: Now,
+        now: ClockReadings,
     ) -> impl Iterator<Item = &Arc<RackSummary>> {
         let received_summaries = self.by_name.values().filter_map(move |rack| rack.summaries_by_service.get(&service));
         received_summaries
@@ -120,12 +120,12 @@ impl Racks {
     }
 
     /// Returns the servers that at least one valid summary contains.
-    pub fn summarized_servers(&self, now: Now) -> HashSet<ServerId> {
+    pub fn summarized_servers(&self, now: ClockReadings) -> HashSet<ServerId> {
         let valid_summaries = self.by_name.values().flat_map(|rack| rack.valid_summaries(now));
         valid_summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
-    pub fn relay_flags_by_server_id(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
+    pub fn relay_flags_by_server_id(&self, service: ServiceIndex, now: ClockReadings) -> Vec<bool> {
         let mut is_relayed_by_id = Vec::new();
         for server in self.valid_summaries_of_service(service, now).flat_map(|summary| &summary.servers) {
             let id = usize::from(server.id.get());
@@ -166,7 +166,7 @@ impl Racks {
 }
 
 impl Controller {
-    pub(super) fn rack_statuses(&self, now: Now) -> Vec<RackStatus> {
+    pub(super) fn rack_statuses(&self, now: ClockReadings) -> Vec<RackStatus> {
         let mut connected_racks =
             self.racks.by_name.iter().filter(|(_, rack)| rack.session_number.is_some()).peekable();
         if connected_racks.peek().is_none() {
@@ -218,13 +218,13 @@ impl Controller {
 
     /// Registers a rack and returns its session. Fails if a rack with this name is connected and has reported recently,
     /// or if the fleet document does not list the rack.
-    pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, MessageRejection> {
+    pub fn register_rack(&mut self, name: &str, version: &str, now: ClockReadings) -> Result<u64, MessageRejection> {
         let rack_check_result = self.require_allowed_rack(name);
         self.count_rejection(rack_check_result)?;
         let racks = &mut self.racks;
         if let Some(connected_rack) = racks.by_name.get(name).filter(|rack| rack.session_number.is_some()) {
             let since_last_message = now.monotonic_time.saturating_sub(connected_rack.last_message_at);
-            if since_last_message <= LOAD_BALANCER_TIMEOUT {
+            if since_last_message <= LOAD_BALANCER_LOSS_TIMEOUT {
                 let rejection = MessageRejection::DuplicateRack { name: name.to_owned(), since_last_message };
                 return self.count_rejection(Err(rejection));
             }
@@ -253,7 +253,7 @@ impl Controller {
         }
     }
 
-    pub fn record_rack_message(&mut self, session: u64, now: Now) {
+    pub fn record_rack_message(&mut self, session: u64, now: ClockReadings) {
         if let Some(rack) = self.racks.find_by_session(session) {
             rack.last_message_at = now.monotonic_time;
         }
@@ -265,7 +265,7 @@ impl Controller {
         &mut self,
         session: u64,
         messages: &[v1::RackSummary],
-        now: Now,
+        now: ClockReadings,
     ) -> Result<(), RackSummaryRejection> {
         let Some((_, rack)) = self.racks.find_connected_rack(session) else { return Ok(()) };
         let mut rack_servers: Vec<ServerId> = self.agent_streams(rack).map(|(_, id)| id).collect();
@@ -274,7 +274,7 @@ impl Controller {
         for message in messages {
             let (service, mut summary) = parse_rack_summary(message)?;
             // The rack has not yet received the configuration without this service.
-            if !self.positions_by_index.contains_key(&service) {
+            if !self.service_positions_by_index.contains_key(&service) {
                 continue;
             }
             for list in &mut summary.candidate_lists {
@@ -287,7 +287,7 @@ impl Controller {
             }
             new_summaries.insert(service, Arc::new(summary));
         }
-        let expires_at = now.monotonic_time + SUMMARY_VALIDITY_INTERVALS * self.fleet.report_interval;
+        let expires_at = now.monotonic_time + RACK_SUMMARY_LIFETIME_INTERVALS * self.fleet.report_interval;
         if let Some(rack) = self.racks.find_by_session(session) {
             rack.summaries_by_service.retain(|_, received_summary| received_summary.is_valid(now));
             let to_received_summary = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
@@ -304,7 +304,7 @@ impl Controller {
     pub fn rack_config_version(&self, session: u64) -> RackConfigVersion {
         let rack_version = self.racks.find_connected_rack(session).map_or(0, |(_, rack)| rack.agent_change_count);
         RackConfigVersion {
-            all_racks_version: self.racks.shared_change_count,
+            all_racks_version: self.racks.shared_config_change_count,
             rack_version,
             detail_interval: self.racks.detail_interval(),
         }
@@ -312,7 +312,11 @@ impl Controller {
 
     /// Returns a rack's configuration, or `None` if the rack is disconnected. Fails if the fleet document lists racks,
     /// but not this one.
-    pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, MessageRejection> {
+    pub fn rack_configuration(
+        &self,
+        session: u64,
+        now: ClockReadings,
+    ) -> Result<Option<RackConfiguration>, MessageRejection> {
         let Some((name, rack)) = self.racks.find_connected_rack(session) else { return Ok(None) };
         self.require_allowed_rack(name)?;
         let to_rack_server = |(stream_number, id): (u64, ServerId)| {
@@ -339,7 +343,7 @@ impl Controller {
         })
     }
 
-    fn build_rack_service(&self, service: &Service, servers: &[RackServer], now: Now) -> RackService {
+    fn build_rack_service(&self, service: &Service, servers: &[RackServer], now: ClockReadings) -> RackService {
         let fleet_service = service.configuration();
         let to_rack_member = |server: &RackServer| RackMember {
             id: server.id,
@@ -349,8 +353,8 @@ impl Controller {
         };
         RackService {
             index: fleet_service.index,
-            policy_name: fleet_service.policy.to_owned(),
-            bucket_count: fleet_service.buckets,
+            policy_name: fleet_service.policy_name.to_owned(),
+            bucket_count: fleet_service.bucket_count,
             places_each_datagram: places_each_datagram(fleet_service),
             members: servers
                 .iter()

@@ -8,16 +8,20 @@ use coreward_wire::v1;
 
 use super::racks::{RackRelay, RackSummaryRejection};
 use super::rejection::MessageRejection;
-use super::{AgentSession, Controller, Now};
+use super::{AgentSession, ClockReadings, Controller};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::FleetRecords;
 
 const START_WALL_TIME: Duration = Duration::from_secs(1_700_000_000);
 
-fn now_at_ms(milliseconds: u64) -> Now {
+fn now_at_ms(milliseconds: u64) -> ClockReadings {
     let monotonic = Duration::from_millis(milliseconds);
-    Now { monotonic_time: monotonic, wall_time: START_WALL_TIME + monotonic, record_time: START_WALL_TIME + monotonic }
+    ClockReadings {
+        monotonic_time: monotonic,
+        wall_time: START_WALL_TIME + monotonic,
+        record_clock_time: START_WALL_TIME + monotonic,
+    }
 }
 
 struct RackHarness {
@@ -184,8 +188,9 @@ fn rack_summaries_are_accepted_per_service() {
         load_sum: vec![0.5],
         ..Default::default()
     };
-    let summary_count =
-        |harness: &RackHarness, now: Now| harness.controller.racks.valid_summaries_of_service(web_index, now).count();
+    let summary_count = |harness: &RackHarness, now: ClockReadings| {
+        harness.controller.racks.valid_summaries_of_service(web_index, now).count()
+    };
     harness
         .controller
         .record_rack_summaries(rack_session, &[summary_for_service(web_index.get().into())], now_at_ms(0))

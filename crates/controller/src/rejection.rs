@@ -2,19 +2,19 @@
 
 use std::time::Duration;
 
-use coreward_model::load::CoreReadingsRejection;
+use coreward_model::load::BusyTimeReadingsRejection;
 use coreward_wire::AgentReportError;
 
 use super::token_bucket::TokenBucketQuota;
 
 /// Maximum time by which a report may be ahead of the controller's wall clock without a warning: NTP's worst error.
-pub const MAX_CLOCK_LEAD: Duration = Duration::from_secs(1);
+pub const MAX_REPORT_CLOCK_LEAD: Duration = Duration::from_secs(1);
 
 /// Rate limit of registrations under one name, because a failing daemon may restart repeatedly.
-pub const REGISTRATION_QUOTA: TokenBucketQuota =
-    TokenBucketQuota { token_interval: Duration::from_secs(1), max_burst: 30 };
+pub const REGISTRATION_QUOTA_PER_NAME: TokenBucketQuota =
+    TokenBucketQuota { token_interval: Duration::from_secs(1), max_burst_tokens: 30 };
 /// Maximum number of reports that may arrive together after an interruption of the network.
-pub const MAX_REPORT_BURST: u32 = 64;
+pub const MAX_REPORTS_PER_BURST: u32 = 64;
 pub const MAX_LOAD_BALANCERS: usize = 1024;
 
 /// Reason why the controller rejects a report or a registration. Components that are already running continue.
@@ -26,7 +26,7 @@ pub enum MessageRejection {
         "server {server:?} has an agent already, last message {} ms ago: expected one agent per server",
         since_last_message.as_millis()
     )]
-    DuplicateSession {
+    DuplicateAgent {
         server: String,
         /// Time since the last message from the agent that is connected.
         since_last_message: Duration,
@@ -70,7 +70,7 @@ pub enum MessageRejection {
     },
     /// A newer agent has replaced this agent of the server.
     #[error("server {0:?} was taken over by a newer agent")]
-    Superseded(String),
+    SupersededAgent(String),
     /// The agent has sent reports at more than twice the configured rate.
     #[error("server {0:?} reports more often than twice per report interval: expected its configuration's interval")]
     TooManyReports(String),
@@ -80,7 +80,7 @@ pub enum MessageRejection {
     #[error("load balancer {0:?} is one more than {MAX_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten")]
     TooManyLoadBalancers(String),
     #[error(transparent)]
-    InvalidReadings(#[from] CoreReadingsRejection),
+    InvalidCoreReadings(#[from] BusyTimeReadingsRejection),
     #[error(transparent)]
     MalformedReport(#[from] AgentReportError),
 }
@@ -112,20 +112,22 @@ impl MessageRejection {
     pub fn counter_name(&self) -> &'static str {
         match self {
             MessageRejection::UnknownServer(_) => "unknown_server",
-            MessageRejection::DuplicateSession { .. } => "duplicate_session",
+            MessageRejection::DuplicateAgent { .. } => "duplicate_session",
             MessageRejection::DuplicateLoadBalancer { .. } => "duplicate_load_balancer",
             MessageRejection::DuplicateRack { .. } => "duplicate_rack",
             MessageRejection::UnknownRack(_) => "unknown_rack",
             MessageRejection::UnknownLoadBalancer(_) => "unknown_load_balancer",
             MessageRejection::ForeignRack { .. } => "foreign_rack",
-            MessageRejection::Superseded(_) => "superseded",
-            MessageRejection::InvalidReadings(CoreReadingsRejection::OutOfOrder { .. }) => "out_of_order",
-            MessageRejection::InvalidReadings(CoreReadingsRejection::ClockStalled { .. }) => "clock_stalled",
-            MessageRejection::InvalidReadings(CoreReadingsRejection::NoCores) => "no_cores",
-            MessageRejection::MalformedReport(AgentReportError::InvalidRss(_)) => "malformed_rss",
-            MessageRejection::InvalidReadings(CoreReadingsRejection::ImpossibleLoad { .. }) => "impossible_load",
-            MessageRejection::MalformedReport(AgentReportError::TimeToLiveMsOutOfRange(_)) => "time_to_live",
-            MessageRejection::MalformedReport(AgentReportError::TooLarge { .. }) => "too_large",
+            MessageRejection::SupersededAgent(_) => "superseded",
+            MessageRejection::InvalidCoreReadings(BusyTimeReadingsRejection::OutOfOrder { .. }) => "out_of_order",
+            MessageRejection::InvalidCoreReadings(BusyTimeReadingsRejection::ClockStalled { .. }) => "clock_stalled",
+            MessageRejection::InvalidCoreReadings(BusyTimeReadingsRejection::NoCores) => "no_cores",
+            MessageRejection::MalformedReport(AgentReportError::InvalidRssConfiguration(_)) => "malformed_rss",
+            MessageRejection::InvalidCoreReadings(BusyTimeReadingsRejection::ImpossibleLoad { .. }) => {
+                "impossible_load"
+            }
+            MessageRejection::MalformedReport(AgentReportError::InvalidTimeToLive(_)) => "time_to_live",
+            MessageRejection::MalformedReport(AgentReportError::TooManyListElements { .. }) => "too_large",
             MessageRejection::TooManyReports(_) => "too_often",
             MessageRejection::TooManyRegistrations(_) => "too_many_registrations",
             MessageRejection::TooManyLoadBalancers(_) => "too_many_load_balancers",
@@ -137,13 +139,13 @@ impl MessageRejection {
         matches!(
             self,
             MessageRejection::UnknownServer(_)
-                | MessageRejection::DuplicateSession { .. }
+                | MessageRejection::DuplicateAgent { .. }
                 | MessageRejection::DuplicateLoadBalancer { .. }
                 | MessageRejection::DuplicateRack { .. }
                 | MessageRejection::UnknownRack(_)
                 | MessageRejection::UnknownLoadBalancer(_)
                 | MessageRejection::ForeignRack { .. }
-                | MessageRejection::Superseded(_)
+                | MessageRejection::SupersededAgent(_)
                 | MessageRejection::TooManyRegistrations(_)
                 | MessageRejection::TooManyLoadBalancers(_)
         )

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use coreward_api::types::{KeyPhase as ShownPhase, Keys};
 
-use super::load_balancers::{LoadBalancer, START_GRACE_PERIOD};
-use super::{Controller, Now};
+use super::load_balancers::{LoadBalancer, PEER_LOSS_GRACE_PERIOD};
+use super::{ClockReadings, Controller};
 use coreward_fleet::fleet::{FleetServer, ServerAdminState};
 use coreward_fleet::key_ring::KeyRotationPhase;
 use coreward_model::ServerId;
@@ -25,9 +25,9 @@ pub enum KeyRotationError {
     #[error(
         "{} not confirmed configuration {generation}, which brought the keys in force: expected all to (--force \
          continues without those that are not connected: their connections may break)",
-        list_with_verb(peers)
+        list_with_has_or_have(peers)
     )]
-    Unconfirmed {
+    UnconfirmedPresentKeys {
         /// Peers that have not confirmed this configuration.
         peers: Vec<String>,
         generation: u64,
@@ -35,16 +35,16 @@ pub enum KeyRotationError {
     /// The next key is being announced to the peers.
     #[error(
         "a rotation is under way: {} not confirmed the next key (configuration {generation})",
-        list_with_verb(peers)
+        list_with_has_or_have(peers)
     )]
-    UnderWay {
+    RotationUnderWay {
         /// Peers that have not confirmed this configuration.
         peers: Vec<String>,
         generation: u64,
     },
 }
 
-fn list_with_verb(names: &[String]) -> String {
+fn list_with_has_or_have(names: &[String]) -> String {
     format!("{} {}", names.join(", "), if names.len() == 1 { "has" } else { "have" })
 }
 
@@ -72,14 +72,14 @@ impl KeyRotationStep {
 impl Controller {
     /// Returns the rotation step that is due without an operator's command: the switch once all peers have the next
     /// key, or the first step of a scheduled rotation. The error is the reason why the scheduled rotation cannot begin.
-    pub fn due_key_step(&self, now: Now) -> Result<Option<KeyRotationStep>, KeyRotationError> {
+    pub fn due_rotation_step(&self, now: ClockReadings) -> Result<Option<KeyRotationStep>, KeyRotationError> {
         let key_ring = &self.fleet.key_ring;
         match key_ring.phase {
             KeyRotationPhase::Announced { is_forced } => {
                 Ok(self.unconfirmed_peers(is_forced, now).is_empty().then_some(KeyRotationStep::Switch))
             }
             KeyRotationPhase::Steady => {
-                let key_age = now.record_time.saturating_sub(key_ring.current_key_since);
+                let key_age = now.record_clock_time.saturating_sub(key_ring.current_key_since);
                 let is_rotation_due = self.fleet.key_rotation_interval.is_some_and(|interval| key_age >= interval);
                 if is_rotation_due { self.announcement_step(false, now).map(Some) } else { Ok(None) }
             }
@@ -88,7 +88,11 @@ impl Controller {
 
     /// Returns the first step of a rotation that the operator requests. Fails if a rotation is in progress, or if it
     /// would break connections and `is_forced` is not set.
-    pub fn requested_key_step(&self, is_forced: bool, now: Now) -> Result<KeyRotationStep, KeyRotationError> {
+    pub fn requested_rotation_step(
+        &self,
+        is_forced: bool,
+        now: ClockReadings,
+    ) -> Result<KeyRotationStep, KeyRotationError> {
         let key_ring = &self.fleet.key_ring;
         if key_ring.phase == KeyRotationPhase::Steady {
             return self.announcement_step(is_forced, now);
@@ -101,12 +105,12 @@ impl Controller {
         if is_forced && key_ring.phase == (KeyRotationPhase::Announced { is_forced: false }) {
             return Ok(KeyRotationStep::Announce { is_forced: true });
         }
-        Err(KeyRotationError::UnderWay { peers: unconfirmed_peers, generation: key_ring.generation })
+        Err(KeyRotationError::RotationUnderWay { peers: unconfirmed_peers, generation: key_ring.generation })
     }
 
-    fn announcement_step(&self, is_forced: bool, now: Now) -> Result<KeyRotationStep, KeyRotationError> {
+    fn announcement_step(&self, is_forced: bool, now: ClockReadings) -> Result<KeyRotationStep, KeyRotationError> {
         let key_ring = &self.fleet.key_ring;
-        let key_age = now.record_time.saturating_sub(key_ring.current_key_since);
+        let key_age = now.record_clock_time.saturating_sub(key_ring.current_key_since);
         let required_key_age = self.fleet.max_connection_lifetime;
         if key_age < required_key_age && !is_forced {
             return Err(KeyRotationError::KeyTooYoung { age: key_age, expected: required_key_age });
@@ -115,22 +119,27 @@ impl Controller {
         if unconfirmed_peers.is_empty() {
             Ok(KeyRotationStep::Announce { is_forced })
         } else {
-            Err(KeyRotationError::Unconfirmed { peers: unconfirmed_peers, generation: key_ring.generation })
+            Err(KeyRotationError::UnconfirmedPresentKeys { peers: unconfirmed_peers, generation: key_ring.generation })
         }
     }
 
     /// Returns the peers that have not confirmed the present keys. Load balancers on record come first, followed by
     /// agents of servers that stamp cookies.
-    fn unconfirmed_peers(&self, ignores_disconnected_peers: bool, now: Now) -> Vec<String> {
+    fn unconfirmed_peers(&self, ignores_disconnected_peers: bool, now: ClockReadings) -> Vec<String> {
         let find_unconfirmed_agent = |(id, server)| self.unconfirmed_agent(id, server, ignores_disconnected_peers, now);
         let unconfirmed_agents = self.servers_after_id(None).filter_map(find_unconfirmed_agent);
         self.unconfirmed_load_balancers(ignores_disconnected_peers, now).chain(unconfirmed_agents).collect()
     }
 
-    fn unconfirmed_load_balancers(&self, ignores_disconnected_peers: bool, now: Now) -> impl Iterator<Item = String> {
+    fn unconfirmed_load_balancers(
+        &self,
+        ignores_disconnected_peers: bool,
+        now: ClockReadings,
+    ) -> impl Iterator<Item = String> {
         let key_generation = self.fleet.key_ring.generation;
         let is_waited_for = move |balancer: &LoadBalancer| {
-            balancer.confirmed_generation < key_generation && (balancer.is_alive(now) || !ignores_disconnected_peers)
+            balancer.confirmed_config_generation < key_generation
+                && (balancer.is_alive(now) || !ignores_disconnected_peers)
         };
         let unconfirmed_balancers = self.load_balancers.iter().filter(move |(_, balancer)| is_waited_for(balancer));
         unconfirmed_balancers.map(|(name, _)| format!("load balancer {name}"))
@@ -144,15 +153,15 @@ impl Controller {
         id: ServerId,
         server: &FleetServer,
         ignores_disconnected_peers: bool,
-        now: Now,
+        now: ClockReadings,
     ) -> Option<String> {
         let agent = self.agent(id);
-        if agent.map_or(0, |agent| agent.confirmed_generation) >= self.fleet.key_ring.generation
+        if agent.map_or(0, |agent| agent.confirmed_config_generation) >= self.fleet.key_ring.generation
             || !self.fleet.is_stamping_server(id)
         {
             return None;
         }
-        let is_starting = now.monotonic_time < START_GRACE_PERIOD;
+        let is_starting = now.monotonic_time < PEER_LOSS_GRACE_PERIOD;
         let is_connected = agent.is_some_and(|agent| agent.session.is_some()) || is_starting;
         let is_waited_for =
             is_connected || !(ignores_disconnected_peers || server.admin_state == ServerAdminState::Left);
@@ -160,14 +169,14 @@ impl Controller {
     }
 
     /// Returns the wall-clock time (s since 1970) at which the present key came into use, for display.
-    fn key_start_unix_s(&self, now: Now) -> u64 {
-        let key_age = now.record_time.saturating_sub(self.fleet.key_ring.current_key_since);
+    fn key_start_unix_s(&self, now: ClockReadings) -> u64 {
+        let key_age = now.record_clock_time.saturating_sub(self.fleet.key_ring.current_key_since);
         now.wall_time.saturating_sub(key_age).as_secs()
     }
 
     /// Returns the state of the keys. Its `pending_peers` lists only load balancers.
-    /// [`Controller::agent_delaying_keys`] returns the agents to add.
-    pub fn keys_summary(&self, now: Now) -> Keys {
+    /// [`Controller::agent_delaying_rotation`] returns the agents to add.
+    pub fn keys_summary(&self, now: ClockReadings) -> Keys {
         let key_ring = &self.fleet.key_ring;
         Keys {
             current_key: key_ring.keys.current_key_index.get() as u32,
@@ -183,7 +192,7 @@ impl Controller {
         }
     }
 
-    pub fn agent_delaying_keys(&self, id: ServerId, server: &FleetServer, now: Now) -> Option<String> {
+    pub fn agent_delaying_rotation(&self, id: ServerId, server: &FleetServer, now: ClockReadings) -> Option<String> {
         self.unconfirmed_agent(id, server, self.is_announcement_forced(), now)
     }
 
@@ -192,10 +201,11 @@ impl Controller {
     }
 
     #[cfg(test)]
-    pub fn keys(&self, now: Now) -> Keys {
+    pub fn keys(&self, now: ClockReadings) -> Keys {
         let mut keys = self.keys_summary(now);
-        keys.pending_peers
-            .extend(self.servers_after_id(None).filter_map(|(id, server)| self.agent_delaying_keys(id, server, now)));
+        keys.pending_peers.extend(
+            self.servers_after_id(None).filter_map(|(id, server)| self.agent_delaying_rotation(id, server, now)),
+        );
         keys
     }
 }

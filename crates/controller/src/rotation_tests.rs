@@ -13,7 +13,7 @@ use proptest::prelude::*;
 
 use super::rotation::{KeyRotationError, KeyRotationStep};
 use super::tests::build_plain_report;
-use super::{AgentSession, Controller, Now};
+use super::{AgentSession, ClockReadings, Controller};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyRotationPhase;
@@ -41,7 +41,7 @@ struct FakeStream<S> {
     session: S,
     /// Configurations that have been sent but not received yet, each with its generation and keys.
     undelivered_configurations: VecDeque<(u64, FleetCookieKeys)>,
-    confirmed_generation: u64,
+    confirmed_config_generation: u64,
 }
 
 impl<S> FakePeer<S> {
@@ -53,7 +53,7 @@ impl<S> FakePeer<S> {
         if let Some(stream) = &mut self.stream
             && let Some((generation, keys)) = stream.undelivered_configurations.pop_front()
         {
-            stream.confirmed_generation = generation;
+            stream.confirmed_config_generation = generation;
             self.keys_in_force = Some(keys);
         }
     }
@@ -95,8 +95,12 @@ impl KeyRotationHarness {
         }
     }
 
-    fn now(&self) -> Now {
-        Now { monotonic_time: self.monotonic_time, wall_time: self.monotonic_time, record_time: self.monotonic_time }
+    fn now(&self) -> ClockReadings {
+        ClockReadings {
+            monotonic_time: self.monotonic_time,
+            wall_time: self.monotonic_time,
+            record_clock_time: self.monotonic_time,
+        }
     }
 
     fn newest_keys(&self) -> (u64, FleetCookieKeys) {
@@ -104,7 +108,7 @@ impl KeyRotationHarness {
     }
 
     /// Applies the records, and sends the new configuration to all connected peers, which receive it later.
-    fn configure_and_send(&mut self) {
+    fn configure_and_send_keys(&mut self) {
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
         let newest_keys = self.newest_keys();
@@ -112,7 +116,7 @@ impl KeyRotationHarness {
         self.agents.iter_mut().for_each(|agent| agent.send_configuration(newest_keys));
     }
 
-    fn take_key_step(&mut self, step: KeyRotationStep) {
+    fn take_rotation_step(&mut self, step: KeyRotationStep) {
         let (generation, random) = (self.records.generation + 1, &mut seeded_rng(self.started_rotation_count, 9));
         match step {
             KeyRotationStep::Announce { is_forced } => {
@@ -121,7 +125,7 @@ impl KeyRotationHarness {
             }
             KeyRotationStep::Switch => self.records.key_ring.switch_to_next_key(self.monotonic_time, generation),
         }
-        self.configure_and_send();
+        self.configure_and_send_keys();
     }
 
     fn connect_balancer(&mut self, n: usize) {
@@ -132,9 +136,9 @@ impl KeyRotationHarness {
         let session = self.controller.register_load_balancer(&name, self.now()).unwrap();
         let undelivered_configurations = VecDeque::new();
         self.load_balancers[n].stream =
-            Some(FakeStream { session, undelivered_configurations, confirmed_generation: 0 });
+            Some(FakeStream { session, undelivered_configurations, confirmed_config_generation: 0 });
         if self.records.register_load_balancer(&name, None) {
-            self.configure_and_send();
+            self.configure_and_send_keys();
         } else {
             let newest_keys = self.newest_keys();
             self.load_balancers[n].send_configuration(newest_keys);
@@ -154,7 +158,8 @@ impl KeyRotationHarness {
         }
         let session = self.controller.register_agent(&format!("s{n}"), "test", self.now()).unwrap();
         let undelivered_configurations = VecDeque::from([self.newest_keys()]);
-        self.agents[n].stream = Some(FakeStream { session, undelivered_configurations, confirmed_generation: 0 });
+        self.agents[n].stream =
+            Some(FakeStream { session, undelivered_configurations, confirmed_config_generation: 0 });
     }
 
     fn disconnect_agent(&mut self, n: usize) {
@@ -170,7 +175,7 @@ impl KeyRotationHarness {
         for balancer in &self.load_balancers {
             if let Some(stream) = &balancer.stream {
                 let state = v1::LoadBalancerState {
-                    configuration_generation: stream.confirmed_generation,
+                    configuration_generation: stream.confirmed_config_generation,
                     ..Default::default()
                 };
                 self.controller.record_load_balancer_state(stream.session, state, now);
@@ -178,7 +183,7 @@ impl KeyRotationHarness {
         }
         for agent in &self.agents {
             if let Some(stream) = &agent.stream {
-                let report = report_with_generation(self.report_sequence, now, stream.confirmed_generation);
+                let report = report_with_generation(self.report_sequence, now, stream.confirmed_config_generation);
                 self.controller.record_report(&stream.session, Ok(report), now).unwrap();
             }
         }
@@ -231,13 +236,13 @@ impl KeyRotationHarness {
             11 => self.disconnect_agent(agent),
             12 => self.connect_agent(agent),
             13 => {
-                if let Ok(step) = self.controller.requested_key_step(false, self.now()) {
-                    self.take_key_step(step);
+                if let Ok(step) = self.controller.requested_rotation_step(false, self.now()) {
+                    self.take_rotation_step(step);
                 }
             }
             14 | 15 => {
-                if let Ok(Some(step)) = self.controller.due_key_step(self.now()) {
-                    self.take_key_step(step);
+                if let Ok(Some(step)) = self.controller.due_rotation_step(self.now()) {
+                    self.take_rotation_step(step);
                 }
             }
             16 => self.monotonic_time += MAX_CONNECTION_LIFETIME,
@@ -248,14 +253,14 @@ impl KeyRotationHarness {
     }
 }
 
-fn report_with_generation(sequence: u64, now: Now, configuration_generation: u64) -> AgentReport {
+fn report_with_generation(sequence: u64, now: ClockReadings, configuration_generation: u64) -> AgentReport {
     let time_to_live = Duration::from_millis(1);
     AgentReport { time_to_live, configuration_generation, ..build_plain_report(sequence, now, &[0]) }
 }
 
 /// Returns a harness in which all peers are connected and have confirmed the configuration, and the key is old enough
 /// to rotate.
-fn settled_harness(additional_toml: &str, service_toml: &str) -> KeyRotationHarness {
+fn harness_ready_to_rotate(additional_toml: &str, service_toml: &str) -> KeyRotationHarness {
     let mut harness = KeyRotationHarness::new(fleet_config(additional_toml, service_toml));
     harness.deliver_and_confirm_all_configurations();
     harness.monotonic_time += MAX_CONNECTION_LIFETIME;
@@ -264,10 +269,10 @@ fn settled_harness(additional_toml: &str, service_toml: &str) -> KeyRotationHarn
 
 /// Returns a settled harness after a first rotation, because a fleet's first keys need no confirmation.
 fn harness_after_rotation(additional_toml: &str) -> KeyRotationHarness {
-    let mut harness = settled_harness(additional_toml, "");
-    harness.take_key_step(KeyRotationStep::Announce { is_forced: false });
+    let mut harness = harness_ready_to_rotate(additional_toml, "");
+    harness.take_rotation_step(KeyRotationStep::Announce { is_forced: false });
     harness.deliver_and_confirm_all_configurations();
-    harness.take_key_step(KeyRotationStep::Switch);
+    harness.take_rotation_step(KeyRotationStep::Switch);
     harness.deliver_and_confirm_all_configurations();
     harness.monotonic_time += MAX_CONNECTION_LIFETIME;
     harness
@@ -277,7 +282,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
     #[test]
-    fn no_server_stamps_with_a_key_that_a_load_balancer_lacks(
+    fn no_server_stamps_with_key_unknown_to_load_balancer(
         events in prop::collection::vec((0u8..20, any::<u8>()), 1..400),
     ) {
         let mut harness = KeyRotationHarness::new(fleet_config("key_rotation = \"1h\"\n", ""));
@@ -291,8 +296,8 @@ proptest! {
             harness.deliver_and_confirm_all_configurations();
             prop_assert!(harness.are_all_stamps_readable());
             harness.monotonic_time += MAX_CONNECTION_LIFETIME;
-            if let Ok(step) = harness.controller.requested_key_step(false, harness.now()) {
-                harness.take_key_step(step);
+            if let Ok(step) = harness.controller.requested_rotation_step(false, harness.now()) {
+                harness.take_rotation_step(step);
             }
         }
         prop_assert!(harness.started_rotation_count > previous_rotation_count);
@@ -301,24 +306,24 @@ proptest! {
 
 #[test]
 fn key_rotation_has_two_phases_and_changes_the_stamping_key() {
-    let mut harness = settled_harness("", "");
+    let mut harness = harness_ready_to_rotate("", "");
     let first_key_ring = harness.records.key_ring.clone();
-    let key_step = harness.controller.requested_key_step(false, harness.now()).unwrap();
+    let key_step = harness.controller.requested_rotation_step(false, harness.now()).unwrap();
     assert_eq!(key_step, KeyRotationStep::Announce { is_forced: false });
-    harness.take_key_step(key_step);
+    harness.take_rotation_step(key_step);
     let announced_key_ring = harness.records.key_ring.clone();
     assert_eq!(announced_key_ring.keys.keys[0], first_key_ring.keys.keys[0]);
     assert_ne!(announced_key_ring.keys.keys[1], first_key_ring.keys.keys[1]);
     assert_eq!(announced_key_ring.keys.current_key_index, first_key_ring.keys.current_key_index);
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "no daemon has confirmed it");
+    assert_eq!(harness.controller.due_rotation_step(harness.now()), Ok(None), "no daemon has confirmed it");
     let keys_status = harness.controller.keys(harness.now());
     assert_eq!(
         (keys_status.rotation_phase, keys_status.pending_peers.len()),
         (ShownPhase::Announced, 2 + SERVER_COUNT)
     );
     harness.deliver_and_confirm_all_configurations();
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyRotationStep::Switch)));
-    harness.take_key_step(KeyRotationStep::Switch);
+    assert_eq!(harness.controller.due_rotation_step(harness.now()), Ok(Some(KeyRotationStep::Switch)));
+    harness.take_rotation_step(KeyRotationStep::Switch);
     let switched_key_ring = harness.records.key_ring.clone();
     assert_eq!(
         (switched_key_ring.keys.keys, switched_key_ring.keys.current_key_index.get()),
@@ -330,29 +335,29 @@ fn key_rotation_has_two_phases_and_changes_the_stamping_key() {
 
 #[test]
 fn key_rotation_survives_a_restart_in_both_phases() {
-    let mut harness = settled_harness("", "");
-    harness.take_key_step(KeyRotationStep::Announce { is_forced: false });
+    let mut harness = harness_ready_to_rotate("", "");
+    harness.take_rotation_step(KeyRotationStep::Announce { is_forced: false });
     let announced_keys = harness.records.key_ring.keys;
     harness.restart_controller();
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
+    assert_eq!(harness.controller.due_rotation_step(harness.now()), Ok(None));
     harness.deliver_and_confirm_all_configurations();
     harness.restart_controller();
     // The restarted controller does not have the confirmations that the previous process received.
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
+    assert_eq!(harness.controller.due_rotation_step(harness.now()), Ok(None));
     harness.deliver_and_confirm_all_configurations();
-    let key_step = harness.controller.due_key_step(harness.now()).unwrap().unwrap();
-    harness.take_key_step(key_step);
+    let key_step = harness.controller.due_rotation_step(harness.now()).unwrap().unwrap();
+    harness.take_rotation_step(key_step);
     harness.restart_controller();
     assert_eq!(harness.controller.fleet().key_ring.keys.keys, announced_keys.keys);
     assert_eq!(harness.controller.fleet().key_ring.phase, KeyRotationPhase::Steady);
 }
 
 #[test]
-fn missing_confirmations_are_listed_by_name() {
+fn missing_key_confirmations_are_listed_by_name() {
     let mut harness = harness_after_rotation("");
     harness.disconnect_balancer(1);
     harness.disconnect_agent(2);
-    assert!(harness.controller.requested_key_step(false, harness.now()).is_ok());
+    assert!(harness.controller.requested_rotation_step(false, harness.now()).is_ok());
     harness.restart_controller();
     harness.connect_balancer(0);
     harness.connect_agent(0);
@@ -360,7 +365,7 @@ fn missing_confirmations_are_listed_by_name() {
     (0..10).for_each(|_| harness.load_balancers[0].receive_configuration());
     (0..2).for_each(|n| harness.agents[n].receive_configuration());
     harness.confirm_all_configurations();
-    let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
+    let rejection = harness.controller.requested_rotation_step(false, harness.now()).unwrap_err();
     let generation = harness.records.key_ring.generation;
     assert_eq!(
         rejection.to_string(),
@@ -371,50 +376,56 @@ fn missing_confirmations_are_listed_by_name() {
         )
     );
     assert_eq!(
-        harness.controller.requested_key_step(true, harness.now()),
+        harness.controller.requested_rotation_step(true, harness.now()),
         Ok(KeyRotationStep::Announce { is_forced: true })
     );
     // If the rotation is forced later, the first attempt waits for the two.
-    harness.take_key_step(KeyRotationStep::Announce { is_forced: false });
+    harness.take_rotation_step(KeyRotationStep::Announce { is_forced: false });
     (0..10).for_each(|_| harness.load_balancers[0].receive_configuration());
     (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive_configuration()));
     harness.confirm_all_configurations();
-    let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
-    assert!(matches!(&rejection, KeyRotationError::UnderWay { peers: who, .. } if who.len() == 2), "{rejection}");
+    let rejection = harness.controller.requested_rotation_step(false, harness.now()).unwrap_err();
+    assert!(
+        matches!(&rejection, KeyRotationError::RotationUnderWay { peers: who, .. } if who.len() == 2),
+        "{rejection}"
+    );
     assert!(rejection.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
-    assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyRotationStep::Switch));
+    assert_eq!(harness.controller.due_rotation_step(harness.now()), Ok(None));
+    assert_eq!(harness.controller.requested_rotation_step(true, harness.now()), Ok(KeyRotationStep::Switch));
 }
 
 #[test]
 fn young_key_is_not_rotated_without_force() {
-    let mut harness = settled_harness("", "");
-    harness.take_key_step(KeyRotationStep::Announce { is_forced: false });
+    let mut harness = harness_ready_to_rotate("", "");
+    harness.take_rotation_step(KeyRotationStep::Announce { is_forced: false });
     harness.deliver_and_confirm_all_configurations();
-    harness.take_key_step(KeyRotationStep::Switch);
+    harness.take_rotation_step(KeyRotationStep::Switch);
     harness.deliver_and_confirm_all_configurations();
     harness.monotonic_time += Duration::from_secs(100);
-    let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
+    let rejection = harness.controller.requested_rotation_step(false, harness.now()).unwrap_err();
     assert!(matches!(rejection, KeyRotationError::KeyTooYoung { expected: MAX_CONNECTION_LIFETIME, .. }));
     assert_eq!(
         rejection.to_string(),
         "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have \
          been silent since before it would break (--force does it all the same)"
     );
-    assert!(harness.controller.requested_key_step(true, harness.now()).is_ok());
+    assert!(harness.controller.requested_rotation_step(true, harness.now()).is_ok());
 }
 
 #[test]
 fn scheduled_key_rotation_begins_when_due() {
     let mut harness = harness_after_rotation("key_rotation = \"1h\"\n");
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "1000 s are no hour");
+    assert_eq!(harness.controller.due_rotation_step(harness.now()), Ok(None), "1000 s are no hour");
     harness.monotonic_time += Duration::from_secs(2600);
     assert_eq!(
-        harness.controller.due_key_step(harness.now()),
+        harness.controller.due_rotation_step(harness.now()),
         Ok(Some(KeyRotationStep::Announce { is_forced: false }))
     );
     harness.restart_controller();
-    assert!(matches!(harness.controller.due_key_step(harness.now()), Err(KeyRotationError::Unconfirmed { .. })));
+    assert!(matches!(
+        harness.controller.due_rotation_step(harness.now()),
+        Err(KeyRotationError::UnconfirmedPresentKeys { .. })
+    ));
 }
 
 #[test]
@@ -425,7 +436,7 @@ fn key_rotation_does_not_wait_for_servers_that_do_not_stamp() {
     harness.monotonic_time += MAX_CONNECTION_LIFETIME;
     harness.confirm_all_configurations();
     assert_eq!(
-        harness.controller.requested_key_step(false, harness.now()),
+        harness.controller.requested_rotation_step(false, harness.now()),
         Ok(KeyRotationStep::Announce { is_forced: false })
     );
 }
@@ -433,13 +444,13 @@ fn key_rotation_does_not_wait_for_servers_that_do_not_stamp() {
 #[test]
 fn forced_rotation_waits_for_reconnections_after_controller_start() {
     let mut harness = harness_after_rotation("");
-    harness.take_key_step(KeyRotationStep::Announce { is_forced: true });
+    harness.take_rotation_step(KeyRotationStep::Announce { is_forced: true });
     harness.restart_controller();
-    let now_after_start = |seconds: u64| Now {
+    let now_after_start = |seconds: u64| ClockReadings {
         monotonic_time: Duration::from_secs(seconds),
         wall_time: harness.monotonic_time,
-        record_time: harness.monotonic_time,
+        record_clock_time: harness.monotonic_time,
     };
-    assert_eq!(harness.controller.due_key_step(now_after_start(4)), Ok(None));
-    assert_eq!(harness.controller.due_key_step(now_after_start(5)), Ok(Some(KeyRotationStep::Switch)));
+    assert_eq!(harness.controller.due_rotation_step(now_after_start(4)), Ok(None));
+    assert_eq!(harness.controller.due_rotation_step(now_after_start(5)), Ok(Some(KeyRotationStep::Switch)));
 }

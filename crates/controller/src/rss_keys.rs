@@ -6,7 +6,7 @@ use coreward_model::rss::RssKey;
 
 /// Maximum number of stored RSS keys. A fleet has few keys, but an agent that always reports new keys must not exhaust
 /// the memory.
-const MAX_INTERNED_KEYS: usize = 256;
+const MAX_INTERNED_RSS_KEYS: usize = 256;
 
 /// RSS keys that were reported recently. Equal keys share their memory.
 #[derive(Debug, Default)]
@@ -18,7 +18,7 @@ impl InternedRssKeys {
         if let Some(interned_key) = self.0.get(&key) {
             return interned_key.clone();
         }
-        if self.0.len() == MAX_INTERNED_KEYS {
+        if self.0.len() == MAX_INTERNED_RSS_KEYS {
             self.0.clear();
         }
         self.0.insert(key.clone());

@@ -8,7 +8,7 @@ use coreward_model::health::{HealthProbe, HealthVerdict};
 use coreward_model::{ServerId, ServiceAddress};
 
 use super::service::{ServerEligibility, ServerStatus, Service};
-use super::{Controller, Now};
+use super::{ClockReadings, Controller};
 use coreward_fleet::fleet::{FleetServer, FleetService, ServerAdminState};
 
 const DRAIN_COMMAND_REASON: &str = "by `coreward drain`";
@@ -22,7 +22,12 @@ pub(super) struct StateReason {
 }
 
 impl StateReason {
-    fn lasting_since(state: ServerState, state_reason: String, start_time: Option<Duration>, now: Now) -> Self {
+    fn lasting_since(
+        state: ServerState,
+        state_reason: String,
+        start_time: Option<Duration>,
+        now: ClockReadings,
+    ) -> Self {
         Self { state, state_reason, state_duration: start_time.map(|since| now.monotonic_time.saturating_sub(since)) }
     }
 
@@ -39,7 +44,7 @@ impl Controller {
         (position, address): (usize, ServiceAddress),
         last_id: Option<ServerId>,
         max_count: usize,
-        now: Now,
+        now: ClockReadings,
     ) -> Vec<(ServerId, ServiceMember)> {
         let service = self.services.get(position).filter(|service| service.configuration().address == address);
         let Some(service) = service else { return Vec::new() };
@@ -48,13 +53,13 @@ impl Controller {
         member_ids.take(max_count).map(|id| (id, self.service_member(service, id, now))).collect()
     }
 
-    fn service_member(&self, service: &Service, id: ServerId, now: Now) -> ServiceMember {
+    fn service_member(&self, service: &Service, id: ServerId, now: ClockReadings) -> ServiceMember {
         let state_reason = self.state_reason_in_service(service, id, now);
         let check_results = self.load_balancers.health_check_results((service.configuration().index, id), now);
         let check_results = check_results.into_iter().map(|(load_balancer, check_result, age)| HealthCheckResult {
             load_balancer: load_balancer.to_owned(),
             is_up: check_result.verdict.map(|verdict| verdict == HealthVerdict::Up),
-            result_age_ms: (check_result.verdict_duration + age).as_millis() as u64,
+            result_age_ms: (check_result.verdict_age + age).as_millis() as u64,
             error: (!check_result.error.is_empty()).then(|| check_result.error.clone()),
             latency_us: u32::try_from(check_result.latency.as_micros()).unwrap_or(u32::MAX),
             check_count: check_result.completed_check_count,
@@ -71,9 +76,9 @@ impl Controller {
 
     /// Returns the best of the server's states in its services. The reason also lists the services in which the server
     /// is down.
-    pub(super) fn state_with_reason(&self, id: ServerId, server: &FleetServer, now: Now) -> StateReason {
+    pub(super) fn state_with_reason(&self, id: ServerId, server: &FleetServer, now: ClockReadings) -> StateReason {
         let states_by_service =
-            self.positions_by_server.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
+            self.service_positions_by_server.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
         let states_by_service: Vec<(&str, StateReason)> = states_by_service
             .map(|service| (service.configuration().name.as_str(), self.state_reason_in_service(service, id, now)))
             .collect();
@@ -107,7 +112,7 @@ impl Controller {
         }
     }
 
-    fn state_reason_in_service(&self, service: &Service, id: ServerId, now: Now) -> StateReason {
+    fn state_reason_in_service(&self, service: &Service, id: ServerId, now: ClockReadings) -> StateReason {
         let fleet_service = service.configuration();
         // There are no verdicts before the first table.
         let eligibility = self.eligibility(fleet_service, id, now);
@@ -134,7 +139,7 @@ impl Controller {
 
     fn drain_reason(&self, service: &FleetService, id: ServerId) -> String {
         let server = &self.fleet.servers[&id];
-        if server.is_drained_in(&service.name) {
+        if server.is_drained_in_service(&service.name) {
             return DRAIN_COMMAND_REASON.to_owned();
         }
         match server.admin_state {
@@ -143,7 +148,7 @@ impl Controller {
         }
     }
 
-    fn unhealthy_reason(&self, service: &FleetService, id: ServerId, now: Now) -> String {
+    fn unhealthy_reason(&self, service: &FleetService, id: ServerId, now: ClockReadings) -> String {
         if service.health_check.as_ref().is_some_and(|check| check.probe == HealthProbe::Agent) {
             return "its agent does not report".to_owned();
         }
@@ -152,7 +157,7 @@ impl Controller {
 
     /// Returns a text that names the checks that found a server down and their errors, or `None` if the server is not
     /// down.
-    fn down_reason(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
+    fn down_reason(&self, service: &FleetService, id: ServerId, now: ClockReadings) -> Option<String> {
         let check_results = self.load_balancers.health_check_results((service.index, id), now);
         let down_results: Vec<_> = check_results
             .iter()

@@ -8,19 +8,19 @@ use coreward_api::types::ServerState;
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::ConsistencyMode;
-use coreward_model::health::WhenAllDown;
+use coreward_model::health::AllServersDownTreatment;
 use coreward_model::placement::{PlacementRule, PlacementTable, ServerCore};
-use coreward_model::policy::{Policy, ServerPool};
-use coreward_model::tuple::Protocol;
+use coreward_model::policy::{PlacementPolicy, ServerPool};
+use coreward_model::tuple::TransportProtocol;
 
 use super::dirty_set::DirtyServerSet;
 use super::input_fingerprints::{ServerShard, TableInputFingerprints};
-use super::{NewPlacementTable, Now, create_policy};
+use super::{ClockReadings, NewPlacementTable, create_policy};
 use coreward_fleet::fleet::FleetService;
 
 /// Fraction of its full share of new connections that a server gets at the beginning of a slow start. With 0, a pool of
 /// new servers would have no share at all.
-const MIN_SLOW_START_FRACTION: f64 = 1.0 / 64.0;
+const INITIAL_SLOW_START_FRACTION: f64 = 1.0 / 64.0;
 
 /// Permission of a server to take a service's new connections, or the reason why it may not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -58,9 +58,9 @@ pub struct ServerStatus {
 
 pub struct Service {
     configuration: FleetService,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn PlacementPolicy>,
     table_generation: u64,
-    newest_table_and_time: Option<(Arc<PlacementTable>, Duration)>,
+    newest_table_and_creation_time: Option<(Arc<PlacementTable>, Duration)>,
     server_statuses: BTreeMap<ServerId, ServerStatus>,
     /// Whether servers that are down take new connections because no server is up.
     is_failing_open: bool,
@@ -71,8 +71,8 @@ pub struct Service {
     is_bucket_history_changed: bool,
     /// Previous owners of each server's buckets, from the stored history and from this process. The flow tables of load
     /// balancers keep the connections of these owners.
-    predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
-    predecessor_change_count: u64,
+    previous_servers_by_server: BTreeMap<ServerId, BTreeSet<ServerId>>,
+    previous_server_change_count: u64,
     pub due_trigger: Option<TableTrigger>,
     /// Servers that have changed since the newest table was made.
     dirty_servers: DirtyServerSet,
@@ -107,14 +107,14 @@ impl Service {
         Self {
             policy: create_policy(&configuration),
             table_generation: 0,
-            newest_table_and_time: None,
+            newest_table_and_creation_time: None,
             server_statuses: BTreeMap::new(),
             is_failing_open: false,
             has_table: false,
             bucket_history: configuration.bucket_history.clone(),
             is_bucket_history_changed: false,
-            predecessors: configuration.bucket_history.previous_servers_by_current_server(),
-            predecessor_change_count: 0,
+            previous_servers_by_server: configuration.bucket_history.previous_servers_by_current_server(),
+            previous_server_change_count: 0,
             due_trigger: None,
             dirty_servers: DirtyServerSet::default(),
             cached_pool: None,
@@ -132,14 +132,14 @@ impl Service {
     /// Returns the service with a new configuration, and the replaced state. Dropping that state takes milliseconds for
     /// thousands of servers. The generations of tables continue.
     pub fn with_new_configuration(mut self, new: FleetService) -> (Self, ReplacedService) {
-        if self.configuration.policy != new.policy || self.configuration.hash_seed != new.hash_seed {
+        if self.configuration.policy_name != new.policy_name || self.configuration.hash_seed != new.hash_seed {
             self.policy = create_policy(&new);
         }
         let previous_service =
             ReplacedService { _fleet: std::mem::replace(&mut self.configuration, new), _pool: self.cached_pool.take() };
         let members = &self.configuration.members;
         self.dirty_servers.retain_fleet_servers(|server| members.contains_key(&server));
-        self.predecessors.retain(|server, server_predecessors| {
+        self.previous_servers_by_server.retain(|server, server_predecessors| {
             server_predecessors.retain(|predecessor| members.contains_key(predecessor));
             members.contains_key(server) && !server_predecessors.is_empty()
         });
@@ -151,12 +151,12 @@ impl Service {
     }
 
     /// Updates the eligibility of the service's servers. Servers of the first table have no slow start.
-    pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, ServerEligibility)>, now: Now) {
+    pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, ServerEligibility)>, now: ClockReadings) {
         let change_time = self.has_table.then_some(now.monotonic_time);
         let mut previous_statuses = std::mem::take(&mut self.server_statuses);
         let none_is_eligible = eligibilities.iter().all(|(_, eligibility)| *eligibility != ServerEligibility::Eligible);
         self.is_failing_open = none_is_eligible
-            && self.configuration.when_all_down == WhenAllDown::FailOpen
+            && self.configuration.when_all_down == AllServersDownTreatment::FailOpen
             && eligibilities.iter().any(|(_, eligibility)| *eligibility == ServerEligibility::Unhealthy);
         self.server_statuses = eligibilities
             .into_iter()
@@ -167,7 +167,7 @@ impl Service {
                     .filter(|status| status.eligibility == ServerEligibility::Eligible)
                     .map(|status| status.eligible_since);
                 let eligible_from = eligible_since.unwrap_or(change_time);
-                let state = self.state_with_eligibility(eligibility, eligible_from, now);
+                let state = self.state_for_eligibility(eligibility, eligible_from, now);
                 let state_since =
                     previous_status.as_ref().filter(|status| status.state == state).map(|status| status.state_since);
                 (
@@ -184,11 +184,11 @@ impl Service {
         self.has_table = true;
     }
 
-    fn state_with_eligibility(
+    fn state_for_eligibility(
         &self,
         eligibility: ServerEligibility,
         eligible_from: Option<Duration>,
-        now: Now,
+        now: ClockReadings,
     ) -> ServerState {
         match eligibility {
             ServerEligibility::Eligible if self.slow_start_fraction_since(eligible_from, now) < 1.0 => {
@@ -222,7 +222,7 @@ impl Service {
 
     /// Returns the fraction of its full share that the server gets. It increases from nearly 0 to 1 during the slow
     /// start, and then remains 1.
-    pub fn slow_start_fraction(&self, server: ServerId, now: Now) -> f64 {
+    pub fn slow_start_fraction(&self, server: ServerId, now: ClockReadings) -> f64 {
         self.server_statuses
             .get(&server)
             .map_or(1.0, |status| self.next_slow_start_fraction(server, status.eligibility, now))
@@ -230,7 +230,12 @@ impl Service {
 
     /// Returns the [`Service::slow_start_fraction`] of the server in a table made at `now`, if it then has this
     /// eligibility.
-    pub fn next_slow_start_fraction(&self, server: ServerId, eligibility: ServerEligibility, now: Now) -> f64 {
+    pub fn next_slow_start_fraction(
+        &self,
+        server: ServerId,
+        eligibility: ServerEligibility,
+        now: ClockReadings,
+    ) -> f64 {
         if eligibility != ServerEligibility::Eligible {
             return 1.0;
         }
@@ -242,11 +247,13 @@ impl Service {
         )
     }
 
-    fn slow_start_fraction_since(&self, eligible_from: Option<Duration>, now: Now) -> f64 {
-        let Some(start_time) = eligible_from.filter(|_| !self.configuration.slow_start.is_zero()) else { return 1.0 };
-        let elapsed_fraction =
-            now.monotonic_time.saturating_sub(start_time).as_secs_f64() / self.configuration.slow_start.as_secs_f64();
-        elapsed_fraction.clamp(MIN_SLOW_START_FRACTION, 1.0)
+    fn slow_start_fraction_since(&self, eligible_from: Option<Duration>, now: ClockReadings) -> f64 {
+        let Some(start_time) = eligible_from.filter(|_| !self.configuration.slow_start_duration.is_zero()) else {
+            return 1.0;
+        };
+        let elapsed_fraction = now.monotonic_time.saturating_sub(start_time).as_secs_f64()
+            / self.configuration.slow_start_duration.as_secs_f64();
+        elapsed_fraction.clamp(INITIAL_SLOW_START_FRACTION, 1.0)
     }
 
     /// Returns whether the service's tables depend on the loads that servers report.
@@ -256,7 +263,7 @@ impl Service {
 
     /// Returns each server's fair fraction of the service's new connections. Fractions are proportional to capacity if
     /// the policy considers it.
-    pub fn fair_shares(&self, pool: &ServerPool) -> Vec<(ServerId, f64)> {
+    pub fn fair_share_fractions(&self, pool: &ServerPool) -> Vec<(ServerId, f64)> {
         pool.server_fair_shares(self.policy.depends_on_capacity())
     }
 
@@ -270,7 +277,7 @@ impl Service {
     }
 
     pub fn mark_relayed_load_changed(&mut self, server: ServerId) {
-        self.dirty_servers.mark_relayed_load(server);
+        self.dirty_servers.mark_relayed_load_changed(server);
     }
 
     pub fn mark_all_loads_changed(&mut self) {
@@ -308,8 +315,8 @@ impl Service {
     }
 
     /// Returns whether inputs of the server may have changed that are not in its rack's summary.
-    pub fn needs_refresh(&self, server: ServerId) -> bool {
-        self.dirty_servers.needs_refresh(server)
+    pub fn needs_input_reread(&self, server: ServerId) -> bool {
+        self.dirty_servers.needs_input_reread(server)
     }
 
     /// Begins a report interval. `opened_connection_count` is the number of connections opened in the previous
@@ -321,7 +328,7 @@ impl Service {
 
     pub fn with_interval_inputs(&self, pool: ServerPool) -> ServerPool {
         let pool = match self.connections_opened_in_interval {
-            Some(opened_count) => pool.with_opened_connections(opened_count),
+            Some(opened_count) => pool.with_opened_connection_count(opened_count),
             None => pool,
         };
         if self.is_first_table_of_interval { pool } else { pool.for_another_table_in_interval() }
@@ -341,21 +348,21 @@ impl Service {
         self.input_fingerprints.next_shards_to_poll(&self.configuration.members, is_full_poll)
     }
 
-    pub fn make_table(&mut self, pool: &ServerPool, now: Now) -> NewPlacementTable {
+    pub fn make_table(&mut self, pool: &ServerPool, now: ClockReadings) -> NewPlacementTable {
         self.table_generation += 1;
-        let mut table = self.policy.compute_table(pool, self.configuration.buckets, self.table_generation);
-        if self.bucket_history.update_bucket_servers(&table.consistent_servers) {
+        let mut table = self.policy.compute_table(pool, self.configuration.bucket_count, self.table_generation);
+        if self.bucket_history.update_bucket_servers(&table.consistent_server_by_bucket) {
             self.is_bucket_history_changed = true;
-            self.add_predecessors();
+            self.add_previous_servers();
         }
         if !table.members.is_empty() {
-            table.previous_consistent_servers = self.bucket_history.previous_servers_if_moved();
+            table.previous_consistent_server_by_bucket = self.bucket_history.previous_servers_or_empty();
         }
         table.down_servers = self.down_servers().collect();
         self.is_first_table_of_interval = false;
-        table.core_slot_ages = self.record_and_compute_slot_ages(&table);
+        table.load_age_by_core_slot = self.record_table_and_compute_ages(&table);
         let table = Arc::new(table);
-        self.newest_table_and_time = Some((table.clone(), now.monotonic_time));
+        self.newest_table_and_creation_time = Some((table.clone(), now.monotonic_time));
         NewPlacementTable { service_index: self.configuration.index, table }
     }
 
@@ -368,42 +375,43 @@ impl Service {
         down_servers.map(|(id, _)| *id)
     }
 
-    /// Records the servers whose loads a new table contains. Returns the table's [`PlacementTable::core_slot_ages`].
-    fn record_and_compute_slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
+    /// Records the servers whose loads a new table contains. Returns the table's
+    /// [`PlacementTable::load_age_by_core_slot`].
+    fn record_table_and_compute_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
         self.dirty_servers.record_new_table(table.generation);
         if table.rule != PlacementRule::LeastAssigned {
             return Vec::new();
         }
         let newest_load_generation =
-            |core: &ServerCore| self.dirty_servers.load_generation(core.server).unwrap_or(table.generation);
+            |core: &ServerCore| self.dirty_servers.load_table_generation(core.server).unwrap_or(table.generation);
         let slot_ages: Vec<u32> =
             table.core_slots.iter().map(|core| (table.generation - newest_load_generation(core)) as u32).collect();
         if slot_ages.iter().all(|age| *age == 0) { Vec::new() } else { slot_ages }
     }
 
-    fn add_predecessors(&mut self) {
+    fn add_previous_servers(&mut self) {
         for (server, previous_servers) in self.bucket_history.previous_servers_by_current_server() {
-            let known_predecessors = self.predecessors.entry(server).or_default();
+            let known_predecessors = self.previous_servers_by_server.entry(server).or_default();
             let previous_predecessor_count = known_predecessors.len();
             known_predecessors.extend(previous_servers);
-            self.predecessor_change_count += u64::from(known_predecessors.len() > previous_predecessor_count);
+            self.previous_server_change_count += u64::from(known_predecessors.len() > previous_predecessor_count);
         }
     }
 
     /// Returns the previous owners of the server's buckets, if packets may be forwarded to them.
-    pub fn predecessor_servers(&self, server: ServerId) -> Option<&BTreeSet<ServerId>> {
-        self.predecessors.get(&server).filter(|_| self.forwards_unknown_packets())
+    pub fn previous_servers(&self, server: ServerId) -> Option<&BTreeSet<ServerId>> {
+        self.previous_servers_by_server.get(&server).filter(|_| self.forwards_unknown_packets())
     }
 
-    pub fn predecessor_change_count(&self) -> u64 {
-        if self.forwards_unknown_packets() { self.predecessor_change_count } else { 0 }
+    pub fn previous_server_change_count(&self) -> u64 {
+        if self.forwards_unknown_packets() { self.previous_server_change_count } else { 0 }
     }
 
     /// Returns whether the service's servers forward packets of unknown connections to each other. They do so for TCP,
     /// with any consistency mode except `none` and `hash-table`.
     fn forwards_unknown_packets(&self) -> bool {
-        self.configuration.address.protocol == Protocol::Tcp
-            && !matches!(self.configuration.mode.consistency, ConsistencyMode::None | ConsistencyMode::HashTable)
+        self.configuration.address.protocol == TransportProtocol::Tcp
+            && !matches!(self.configuration.settings.consistency, ConsistencyMode::None | ConsistencyMode::HashTable)
     }
 
     pub fn take_changed_bucket_history(&mut self) -> Option<(String, BucketHistory)> {
@@ -412,14 +420,14 @@ impl Service {
     }
 
     pub fn newest_table(&self) -> Option<NewPlacementTable> {
-        self.newest_table_and_time
+        self.newest_table_and_creation_time
             .as_ref()
             .map(|(table, _)| NewPlacementTable { service_index: self.configuration.index, table: table.clone() })
     }
 
     /// Returns the newest table and its age, or `None` before the first table.
-    pub fn newest_table_and_age(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
-        self.newest_table_and_time
+    pub fn newest_table_and_age(&self, now: ClockReadings) -> Option<(&PlacementTable, Duration)> {
+        self.newest_table_and_creation_time
             .as_ref()
             .map(|(table, made_at)| (&**table, now.monotonic_time.saturating_sub(*made_at)))
     }

@@ -14,11 +14,11 @@ use coreward_wire::ServiceIndex;
 
 use super::service::Service;
 use super::traffic::OpenedConnectionCounts;
-use super::{Controller, Now};
+use super::{ClockReadings, Controller};
 
 /// Interval at which servers' allowances of new connections are updated. Within an interval, a server can exceed its
 /// allowance.
-const ALLOWANCE_UPDATE_INTERVAL: Duration = Duration::from_millis(250);
+const CONNECTION_ALLOWANCE_UPDATE_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum time for which one update adds to servers' allowances, even if the previous update was longer ago.
 const MAX_ALLOWANCE_GAIN_TIME: Duration = Duration::from_secs(1);
 
@@ -30,7 +30,7 @@ pub struct ConnectionShareLimiter {
     updated_at: Duration,
     allowances: HashMap<ServerId, ConnectionAllowance>,
     /// Pairs of a service and a server that currently gets none of the service's new connections.
-    excluded_servers: HashSet<(ServiceIndex, ServerId)>,
+    excluded_service_server_pairs: HashSet<(ServiceIndex, ServerId)>,
 }
 
 impl ConnectionShareLimiter {
@@ -87,25 +87,25 @@ impl ConnectionShareLimiter {
 impl Controller {
     /// Returns the fraction of its fair share of the service's new connections that the server gets. It is less than 1
     /// during the slow start and 0 while the server is excluded.
-    pub(super) fn new_connection_share_fraction(&self, service: &Service, id: ServerId, now: Now) -> f64 {
+    pub(super) fn new_connection_share_fraction(&self, service: &Service, id: ServerId, now: ClockReadings) -> f64 {
         if self.is_excluded_from_service(service, id) { 0.0 } else { service.slow_start_fraction(id, now) }
     }
 
     pub(super) fn is_excluded_from_service(&self, service: &Service, id: ServerId) -> bool {
-        self.share_limiter.excluded_servers.contains(&(service.configuration().index, id))
+        self.share_limiter.excluded_service_server_pairs.contains(&(service.configuration().index, id))
     }
 
-    /// Updates the allowances of all servers, once per [`ALLOWANCE_UPDATE_INTERVAL`].
-    pub(super) fn update_share_limiter(&mut self, now: Now) {
+    /// Updates the allowances of all servers, once per [`CONNECTION_ALLOWANCE_UPDATE_INTERVAL`].
+    pub(super) fn update_share_limiter(&mut self, now: ClockReadings) {
         let elapsed = now.monotonic_time.saturating_sub(self.share_limiter.updated_at);
-        if elapsed < ALLOWANCE_UPDATE_INTERVAL {
+        if elapsed < CONNECTION_ALLOWANCE_UPDATE_INTERVAL {
             return;
         }
         self.share_limiter.updated_at = now.monotonic_time;
         let mut fair_connection_counts: HashMap<ServerId, f64> = HashMap::new();
         for (index, opened_count) in std::mem::take(&mut self.share_limiter.opened_connections_by_service) {
-            let Some(position) = self.positions_by_index.get(&index) else { continue };
-            for (id, share) in self.fair_shares(*position, now) {
+            let Some(position) = self.service_positions_by_index.get(&index) else { continue };
+            for (id, share) in self.fair_share_fractions(*position, now) {
                 *fair_connection_counts.entry(id).or_default() += share * opened_count as f64;
             }
         }
@@ -118,30 +118,33 @@ impl Controller {
         self.exclude_limited_servers(&limited_servers, now);
     }
 
-    fn fair_shares(&self, service_position: usize, now: Now) -> Vec<(ServerId, f64)> {
+    fn fair_share_fractions(&self, service_position: usize, now: ClockReadings) -> Vec<(ServerId, f64)> {
         let service = &self.services[service_position];
-        service.fair_shares(&self.cached_or_computed_pool(service, now))
+        service.fair_share_fractions(&self.cached_or_computed_pool(service, now))
     }
 
     /// Excludes servers that have used up their allowance from services whose policy reads loads, if other servers
     /// remain.
-    fn exclude_limited_servers(&mut self, limited_servers: &HashSet<ServerId>, now: Now) {
+    fn exclude_limited_servers(&mut self, limited_servers: &HashSet<ServerId>, now: ClockReadings) {
         let mut excluded_servers = HashSet::new();
-        let positions_of_server = |id: &ServerId| self.positions_by_server.get(id).into_iter().flatten().copied();
+        let positions_of_server =
+            |id: &ServerId| self.service_positions_by_server.get(id).into_iter().flatten().copied();
         let affected_service_positions: HashSet<usize> = limited_servers.iter().flat_map(positions_of_server).collect();
         for position in affected_service_positions.into_iter().filter(|position| self.services[*position].reads_loads())
         {
             let service_index = self.services[position].configuration().index;
-            let pool_servers = self.fair_shares(position, now).into_iter().map(|(id, _)| id);
+            let pool_servers = self.fair_share_fractions(position, now).into_iter().map(|(id, _)| id);
             let (spent_ids, unspent_ids): (Vec<_>, Vec<_>) =
                 pool_servers.partition(|id| self.share_limiter.is_allowance_spent(*id));
             if !unspent_ids.is_empty() {
                 excluded_servers.extend(spent_ids.into_iter().map(|id| (service_index, id)));
             }
         }
-        let previously_excluded_servers = std::mem::replace(&mut self.share_limiter.excluded_servers, excluded_servers);
-        let changed_servers =
-            previously_excluded_servers.symmetric_difference(&self.share_limiter.excluded_servers).map(|(_, id)| *id);
+        let previously_excluded_servers =
+            std::mem::replace(&mut self.share_limiter.excluded_service_server_pairs, excluded_servers);
+        let changed_servers = previously_excluded_servers
+            .symmetric_difference(&self.share_limiter.excluded_service_server_pairs)
+            .map(|(_, id)| *id);
         for id in changed_servers.collect::<HashSet<_>>() {
             self.on_load_source_changed(id);
         }
@@ -165,7 +168,7 @@ impl Controller {
                     "the controller no longer limits the server's share of new connections"
                 ),
             }
-            self.racks.shared_change_count += 1;
+            self.racks.shared_config_change_count += 1;
         }
     }
 }

@@ -22,21 +22,21 @@ const CONNECTION_LIFETIME_INTERVALS: usize = 50;
 const BUSY_NS_PER_CONNECTION: u64 = 2_000_000;
 const BYZANTINE_SERVER_INDEX: usize = 0;
 
-fn now_at_interval(interval: u64) -> Now {
+fn now_at_interval(interval: u64) -> ClockReadings {
     let monotonic = Duration::from_millis(100 * interval);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
+    ClockReadings { monotonic_time: monotonic, wall_time: wall, record_clock_time: wall }
 }
 
 struct ShareLimiterHarness {
     controller: Controller,
     sessions: Vec<AgentSession>,
     balancer_session: u64,
-    random_state: u32,
+    rng_state: u32,
     /// Server and core of each open connection, grouped by the interval in which the connection was opened.
-    open_connections: VecDeque<Vec<(usize, usize)>>,
+    open_connections_by_interval: VecDeque<Vec<(usize, usize)>>,
     core_busy_ns: Vec<[u64; CORE_COUNT]>,
-    opened_counts: Vec<u64>,
+    opened_counts_by_server: Vec<u64>,
     has_byzantine_server: bool,
     /// RSS key that the Byzantine server reports, and every connection's hash with it, or `None` if it reports
     /// the other servers' key.
@@ -62,17 +62,17 @@ impl ShareLimiterHarness {
             controller,
             sessions,
             balancer_session,
-            random_state: 7,
-            open_connections: VecDeque::new(),
+            rng_state: 7,
+            open_connections_by_interval: VecDeque::new(),
             core_busy_ns: vec![[0; CORE_COUNT]; SERVER_COUNT],
-            opened_counts: vec![0; SERVER_COUNT],
+            opened_counts_by_server: vec![0; SERVER_COUNT],
             has_byzantine_server,
             byzantine_key_and_hash: None,
         }
     }
 
     fn report_all_servers(&mut self, interval_number: u64) {
-        for (server, core) in self.open_connections.iter().flatten() {
+        for (server, core) in self.open_connections_by_interval.iter().flatten() {
             if !self.has_byzantine_server || *server != BYZANTINE_SERVER_INDEX {
                 self.core_busy_ns[*server][*core] += BUSY_NS_PER_CONNECTION;
             }
@@ -98,8 +98,8 @@ impl ShareLimiterHarness {
         let mut placement_state = PlacementTableState::for_table(&table);
         let mut new_connections = Vec::new();
         for _ in 0..CONNECTIONS_PER_INTERVAL {
-            self.random_state = self.random_state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let connection_hash = self.random_state >> 25;
+            self.rng_state = self.rng_state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let connection_hash = self.rng_state >> 25;
             let byzantine_key_hash = |key: &RssKey| {
                 self.byzantine_key_and_hash.as_ref().filter(|(false_key, _)| false_key == key).map(|(_, hash)| *hash)
             };
@@ -107,14 +107,14 @@ impl ShareLimiterHarness {
                 byzantine_key_hash(&table.rss_key_by_group[group]).unwrap_or(connection_hash)
             });
             let server_number = usize::from(chosen_server.unwrap().get());
-            self.opened_counts[server_number] += 1;
+            self.opened_counts_by_server[server_number] += 1;
             new_connections.push((server_number, connection_hash as usize % CORE_COUNT));
         }
-        self.open_connections.push_back(new_connections);
-        if self.open_connections.len() > CONNECTION_LIFETIME_INTERVALS {
-            self.open_connections.pop_front();
+        self.open_connections_by_interval.push_back(new_connections);
+        if self.open_connections_by_interval.len() > CONNECTION_LIFETIME_INTERVALS {
+            self.open_connections_by_interval.pop_front();
         }
-        let numbered_opened_counts = self.opened_counts.iter().enumerate();
+        let numbered_opened_counts = self.opened_counts_by_server.iter().enumerate();
         let server_traffic = numbered_opened_counts.map(|(id, opened_count)| {
             (
                 (id as u64).try_into().unwrap(),
@@ -122,7 +122,7 @@ impl ShareLimiterHarness {
             )
         });
         let server_traffic = server_traffic.collect();
-        let opened_connections = [(service_index, self.opened_counts.iter().sum())].into();
+        let opened_connections = [(service_index, self.opened_counts_by_server.iter().sum())].into();
         let traffic_message = TrafficCountsMessage {
             traffic_by_server: server_traffic,
             opened_connection_count_by_service: opened_connections,
@@ -135,17 +135,17 @@ impl ShareLimiterHarness {
     }
 
     /// Returns the Byzantine server's share of the connections that are opened during the second minute.
-    fn byzantine_server_share(&mut self) -> f64 {
+    fn simulate_byzantine_server_share(&mut self) -> f64 {
         (0..600).for_each(|interval| self.simulate_interval(interval));
-        let previous_opened_counts = self.opened_counts.clone();
+        let previous_opened_counts = self.opened_counts_by_server.clone();
         (600..1200).for_each(|interval| self.simulate_interval(interval));
         let total_opened_count: u64 = self
-            .opened_counts
+            .opened_counts_by_server
             .iter()
             .zip(&previous_opened_counts)
             .map(|(count_after, count_before)| count_after - count_before)
             .sum();
-        (self.opened_counts[BYZANTINE_SERVER_INDEX] - previous_opened_counts[BYZANTINE_SERVER_INDEX]) as f64
+        (self.opened_counts_by_server[BYZANTINE_SERVER_INDEX] - previous_opened_counts[BYZANTINE_SERVER_INDEX]) as f64
             / total_opened_count as f64
     }
 }
@@ -154,7 +154,7 @@ impl ShareLimiterHarness {
 fn byzantine_server_gets_at_most_twice_its_fair_share() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
         let mut harness = ShareLimiterHarness::new(policy, true);
-        let byzantine_share = harness.byzantine_server_share();
+        let byzantine_share = harness.simulate_byzantine_server_share();
         assert!(byzantine_share < 0.21, "{policy}: {byzantine_share}");
         assert_eq!(harness.controller.share_limiter.limited_server_count(), 1, "{policy}");
     }
@@ -167,7 +167,7 @@ fn byzantine_server_gets_at_most_twice_its_share_in_ten_seconds() {
     let opened_counts_by_interval: Vec<[u64; 2]> = (0..1_200)
         .map(|interval| {
             harness.simulate_interval(interval);
-            [harness.opened_counts[BYZANTINE_SERVER_INDEX], harness.opened_counts.iter().sum()]
+            [harness.opened_counts_by_server[BYZANTINE_SERVER_INDEX], harness.opened_counts_by_server.iter().sum()]
         })
         .collect();
     let compute_byzantine_share = |window: &[[u64; 2]]| {
@@ -187,7 +187,7 @@ fn byzantine_server_with_a_degenerate_key_gets_no_larger_share() {
     for hash in 0..16 {
         let mut harness = ShareLimiterHarness::new("crossrss", true);
         harness.byzantine_key_and_hash = Some((RssKey::new(&[0; 40]).unwrap(), hash));
-        let byzantine_share = harness.byzantine_server_share();
+        let byzantine_share = harness.simulate_byzantine_server_share();
         assert!(byzantine_share < 0.21, "hash {hash}: {byzantine_share}");
     }
 }

@@ -14,10 +14,10 @@ use coreward_model::ServerId;
 use coreward_model::policy::{PoolServer, RssGroup, ServerCapacity, ServerPool, rss_groups, rss_key_count};
 use coreward_model::rss::{RssConfig, RssKey};
 
-use super::agent::{Agent, ConnectionCount};
+use super::agent::{Agent, ReportedConnectionCount};
 use super::drains::to_counted_connections;
 use super::service::Service;
-use super::{Controller, Now};
+use super::{ClockReadings, Controller};
 use coreward_fleet::config::MigrationLoadBalancer;
 use coreward_fleet::fleet::FleetServer;
 
@@ -30,7 +30,7 @@ impl Controller {
 
     /// Returns the status without services and servers. Callers add them in steps, because reports must not wait for
     /// thousands of servers.
-    pub fn status_summary(&self, now: Now) -> Status {
+    pub fn status_summary(&self, now: ClockReadings) -> Status {
         Status {
             configuration_generation: self.fleet.generation,
             report_interval_ms: self.fleet.report_interval.as_millis() as u32,
@@ -45,12 +45,12 @@ impl Controller {
             load_balancers: self.load_balancer_statuses(now),
             keys: self.keys_summary(now),
             racks: self.rack_statuses(now),
-            warnings: self.store_warnings(),
+            warnings: self.fleet_store_warnings(),
         }
     }
 
     #[cfg(test)]
-    pub fn status(&self, now: Now) -> Status {
+    pub fn status(&self, now: ClockReadings) -> Status {
         let service_with_members = |position| {
             let service = self.service_status(position, None, false, now)?;
             let members = self.members_after_id((position, service.address), None, usize::MAX, now);
@@ -63,11 +63,15 @@ impl Controller {
     }
 
     /// Returns the part of the status that changes with every report, without the servers.
-    pub fn loads_summary(&self, now: Now) -> Loads {
+    pub fn loads_summary(&self, now: ClockReadings) -> Loads {
         let load_balancer_counts =
             |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounters {
                 name: name.clone(),
-                counters: balancer.reported_state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
+                counters: balancer
+                    .reported_state_and_time
+                    .iter()
+                    .flat_map(|(state, _)| state.counters.clone())
+                    .collect(),
             };
         Loads {
             at_unix_ms: now.wall_time.as_millis() as u64,
@@ -78,7 +82,7 @@ impl Controller {
     }
 
     /// Returns the part of a server's status that changes with each of its reports.
-    pub fn server_loads(&self, id: ServerId, server: &FleetServer, now: Now) -> ServerLoads {
+    pub fn server_loads(&self, id: ServerId, server: &FleetServer, now: ClockReadings) -> ServerLoads {
         let empty_agent = Agent::default();
         let agent = self.agent(id).unwrap_or(&empty_agent);
         let newest_report = agent.newest_report.as_ref();
@@ -87,22 +91,22 @@ impl Controller {
             name: server.name.clone(),
             core_loads: core_loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
             open_connections: agent.open_connection_count(),
-            service_connections: agent.fresh_connection_count(now).map(ConnectionCount::total_connection_count),
+            service_connections: agent.fresh_connection_count(now).map(ReportedConnectionCount::total_connection_count),
             new_connections: newest_report
-                .map_or(0, |report| report.rss_match_count.saturating_add(report.rss_mismatch_count)),
+                .map_or(0, |report| report.rss_matched_syn_count.saturating_add(report.rss_mismatched_syn_count)),
         }
     }
 
     /// Returns the part of the status that changes rarely, without services and servers.
-    pub fn overview_summary(&self, now: Now) -> Overview {
+    pub fn overview_summary(&self, now: ClockReadings) -> Overview {
         let load_balancer_overview =
             |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
                 name: name.clone(),
                 connected: balancer.is_connected(),
                 alive: balancer.is_alive(now),
-                xdp_mode: balancer.reported_state.as_ref().map(|(state, _)| state.xdp_mode.clone()),
+                xdp_mode: balancer.reported_state_and_time.as_ref().map(|(state, _)| state.xdp_mode.clone()),
                 warnings: balancer
-                    .reported_state
+                    .reported_state_and_time
                     .iter()
                     .flat_map(|(state, _)| LoadBalancerState::from(state).warnings)
                     .collect(),
@@ -125,22 +129,22 @@ impl Controller {
         &self,
         service_position: usize,
         pool: Option<&ServerPool>,
-        now: Now,
+        now: ClockReadings,
     ) -> Option<(OverviewService, Vec<ServerId>)> {
         let service = self.services.get(service_position)?;
         let pool = pool.map_or_else(|| self.cached_or_computed_pool(service, now), Cow::Borrowed);
         let service_overview = OverviewService {
             name: service.configuration().name.clone(),
             address: service.configuration().address,
-            policy: service.configuration().policy.to_owned(),
-            consistency: service.configuration().mode.consistency.name().to_owned(),
+            policy: service.configuration().policy_name.to_owned(),
+            consistency: service.configuration().settings.consistency.name().to_owned(),
             servers: Vec::new(),
             warnings: self.service_warnings(service, &pool),
         };
         Some((service_overview, service.configuration().members.keys().copied().collect()))
     }
 
-    pub fn overview_server(&self, id: ServerId, server: &FleetServer, now: Now) -> OverviewServer {
+    pub fn overview_server(&self, id: ServerId, server: &FleetServer, now: ClockReadings) -> OverviewServer {
         let empty_agent = Agent::default();
         let agent = self.agent(id).unwrap_or(&empty_agent);
         let state_reason = self.state_with_reason(id, server, now);
@@ -152,21 +156,21 @@ impl Controller {
             state_reason: state_reason.state_reason,
             report_state: agent.report_state(now),
             weight: server.weight.get(),
-            drain: self.drain_of(id, now),
+            drain: self.active_drain(id, now),
             warnings: self.server_warnings(server, agent, now),
         }
     }
 
-    pub fn load_balancer_statuses(&self, now: Now) -> Vec<LoadBalancer> {
+    pub fn load_balancer_statuses(&self, now: ClockReadings) -> Vec<LoadBalancer> {
         self.load_balancers
             .iter()
             .map(|(name, balancer)| {
                 let record = self.fleet.load_balancer_records.get(name);
                 LoadBalancer {
                     name: name.clone(),
-                    state: balancer.reported_state.as_ref().map(|(state, _)| LoadBalancerState::from(state)),
+                    state: balancer.reported_state_and_time.as_ref().map(|(state, _)| LoadBalancerState::from(state)),
                     state_age_ms: balancer
-                        .reported_state
+                        .reported_state_and_time
                         .as_ref()
                         .map_or(0, |(_, received_at)| milliseconds_since(*received_at, now)),
                     connected: balancer.is_connected(),
@@ -182,13 +186,13 @@ impl Controller {
 
     /// Returns the status of the service at this position, or `None` if there is no such service. Its members are left
     /// out ([`Controller::members_after_id`]). `includes_rss_keys` is whether the status has full RSS keys. `pool` is
-    /// the service's pool if none is cached ([`Controller::needs_pool`]).
+    /// the service's pool if none is cached ([`Controller::lacks_cached_pool`]).
     pub fn service_status(
         &self,
         service_position: usize,
         pool: Option<&ServerPool>,
         includes_rss_keys: bool,
-        now: Now,
+        now: ClockReadings,
     ) -> Option<ShownService> {
         let service = self.services.get(service_position)?;
         let fleet_service = service.configuration();
@@ -198,14 +202,17 @@ impl Controller {
         Some(ShownService {
             name: fleet_service.name.clone(),
             address: fleet_service.address,
-            policy: fleet_service.policy.to_owned(),
-            consistency: fleet_service.mode.consistency.name().to_owned(),
-            timestamps: fleet_service.mode.timestamps.name().to_owned(),
-            bucket_count: fleet_service.buckets.get(),
+            policy: fleet_service.policy_name.to_owned(),
+            consistency: fleet_service.settings.consistency.name().to_owned(),
+            timestamps: fleet_service.settings.timestamps.name().to_owned(),
+            bucket_count: fleet_service.bucket_count.get(),
             table_generation: table_and_age.map_or(0, |(table, _)| table.generation),
             table_age_ms: table_and_age.map_or(0, |(_, age)| age.as_millis() as u32),
             servers: Vec::new(),
-            rss_groups: rss_groups.iter().filter_map(|group| self.displayed_group(group, includes_rss_keys)).collect(),
+            rss_groups: rss_groups
+                .iter()
+                .filter_map(|group| self.displayed_rss_group(group, includes_rss_keys))
+                .collect(),
             warnings: self.service_warnings(service, &pool),
             members: Vec::new(),
             health_check_kind: fleet_service.health_check.as_ref().map(|check| check.probe.name().to_owned()),
@@ -223,7 +230,7 @@ impl Controller {
         rss_groups(pool, &RssKey::microsoft_verification_key())
     }
 
-    fn displayed_group(&self, group: &RssGroup<'_>, includes_rss_keys: bool) -> Option<ShownGroup> {
+    fn displayed_rss_group(&self, group: &RssGroup<'_>, includes_rss_keys: bool) -> Option<ShownGroup> {
         let server_names = self.server_names(group.servers.iter().map(|server| server.id));
         let (key, key_fingerprint) = (includes_rss_keys.then(|| group.key.to_string()), group.key.key_fingerprint());
         (!server_names.is_empty()).then_some(ShownGroup { key, key_fingerprint, servers: server_names })
@@ -248,7 +255,7 @@ impl Controller {
             );
         }
         warnings.extend(self.rss_key_warning(pool));
-        warnings.extend(self.bucket_count_warning(service.configuration().buckets.get() as usize, pool));
+        warnings.extend(self.bucket_count_warning(service.configuration().bucket_count.get() as usize, pool));
         warnings
     }
 
@@ -287,7 +294,13 @@ impl Controller {
     }
 
     /// Returns a server's status, which includes the full RSS key only if `includes_rss_keys` is set.
-    pub fn server_status(&self, id: ServerId, server: &FleetServer, includes_rss_keys: bool, now: Now) -> Server {
+    pub fn server_status(
+        &self,
+        id: ServerId,
+        server: &FleetServer,
+        includes_rss_keys: bool,
+        now: ClockReadings,
+    ) -> Server {
         let empty_agent = Agent::default();
         let agent = self.agent(id).unwrap_or(&empty_agent);
         let state_reason = self.state_with_reason(id, server, now);
@@ -305,19 +318,19 @@ impl Controller {
             report_age_ms: newest_report.map_or(0, |report| milliseconds_since(report.received_at, now)),
             open_connections: agent.open_connection_count(),
             rss: displayed_rss(agent, includes_rss_keys),
-            rss_matched_syns: newest_report.map_or(0, |report| report.rss_match_count),
-            rss_mismatched_syns: newest_report.map_or(0, |report| report.rss_mismatch_count),
+            rss_matched_syns: newest_report.map_or(0, |report| report.rss_matched_syn_count),
+            rss_mismatched_syns: newest_report.map_or(0, |report| report.rss_mismatched_syn_count),
             warnings: self.server_warnings(server, agent, now),
             weight: server.weight.get(),
             capacity: self.server_capacity(server, agent).unwrap_or(0.0),
-            configuration_generation: agent.confirmed_generation,
+            configuration_generation: agent.confirmed_config_generation,
             counters: newest_report.iter().flat_map(|report| report.details.bpf_counters.iter().cloned()).collect(),
             dispatched_services: newest_report
                 .iter()
                 .flat_map(|report| &report.details.dispatched_services)
                 .map(DispatchedService::from)
                 .collect(),
-            drain: self.drain_of(id, now),
+            drain: self.active_drain(id, now),
             rack: agent.session.as_ref().and_then(|session| session.rack_name.as_ref().map(ToString::to_string)),
             permitted_racks: self.fleet.racks_allowed_for_server(id).map(|racks| racks.iter().cloned().collect()),
             connection_counts: agent.fresh_connection_count(now).map(|count| to_counted_connections(count, now)),
@@ -330,7 +343,7 @@ impl Controller {
         server.capacity.map(ServerCapacity::get).or_else(count_cores)
     }
 
-    pub(super) fn server_warnings(&self, server: &FleetServer, agent: &Agent, now: Now) -> Vec<String> {
+    pub(super) fn server_warnings(&self, server: &FleetServer, agent: &Agent, now: ClockReadings) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.load_balancers.is_unreachable(&server.name, now) {
             warnings.push("no load balancer can find its MAC address: it takes no new connections".to_owned());
@@ -386,6 +399,6 @@ fn queue_count_warning(rss: &RssConfig, core_count: usize) -> Option<String> {
         .then(|| format!("its indirection table names receive queue {highest_queue}, but {core_count} cores report"))
 }
 
-pub(super) fn milliseconds_since(start_time: Duration, now: Now) -> u32 {
+pub(super) fn milliseconds_since(start_time: Duration, now: ClockReadings) -> u32 {
     now.monotonic_time.saturating_sub(start_time).as_millis() as u32
 }

@@ -5,15 +5,15 @@ use std::time::Duration;
 
 use coreward_config::TomlSource;
 use coreward_model::ServerId;
-use coreward_model::health::{HealthVerdict, WhenAllDown};
+use coreward_model::health::{AllServersDownTreatment, HealthVerdict};
 use coreward_model::policy::{PoolServer, ServerPool};
 use coreward_model::rss::seeded_rng;
-use coreward_wire::{HealthMessage, ServerCheckResult, TrafficCountsMessage, v1};
+use coreward_wire::{HealthCheckResultsMessage, ServerCheckResult, TrafficCountsMessage, v1};
 use proptest::prelude::*;
 
 use super::service::{ServerEligibility, Service};
 use super::tests::{build_plain_report, build_uniform_rss};
-use super::{AgentSession, Controller, Now};
+use super::{AgentSession, ClockReadings, Controller};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::FleetRecords;
@@ -26,14 +26,33 @@ type ServerStates = [Option<bool>; SERVER_COUNT];
 
 #[derive(Debug, Clone)]
 enum TableInputChange {
-    Report { server: usize, busy_ms: u64, core_count: u32 },
-    Disconnect { server: usize },
-    Configure { states: ServerStates, weight: u32, capacity: Option<u32>, has_slow_start: bool, fails_open: bool },
-    CheckResults { is_down: [bool; SERVER_COUNT] },
-    UnresolvedServers { servers: [bool; SERVER_COUNT] },
-    Traffic { server: usize, opened_connection_count: u64 },
-    LoseLoadBalancer,
-    Nothing,
+    AgentReport {
+        server: usize,
+        busy_ms: u64,
+        core_count: u32,
+    },
+    AgentDisconnect {
+        server: usize,
+    },
+    FleetConfiguration {
+        states: ServerStates,
+        weight: u32,
+        capacity: Option<u32>,
+        has_slow_start: bool,
+        fails_open: bool,
+    },
+    HealthCheckResults {
+        is_down: [bool; SERVER_COUNT],
+    },
+    UnresolvedServers {
+        servers: [bool; SERVER_COUNT],
+    },
+    OpenedConnections {
+        server: usize,
+        opened_connection_count: u64,
+    },
+    LoadBalancerLoss,
+    NoChange,
 }
 
 fn any_input_change() -> impl Strategy<Value = TableInputChange> {
@@ -42,32 +61,39 @@ fn any_input_change() -> impl Strategy<Value = TableInputChange> {
     let capacity = proptest::option::of(1..4u32);
     prop_oneof![
         6 => (0..SERVER_COUNT, 0..100u64, 1..3u32)
-            .prop_map(|(server, busy_ms, cores)| TableInputChange::Report { server, busy_ms, core_count: 2 * cores }),
-        1 => (0..SERVER_COUNT).prop_map(|server| TableInputChange::Disconnect { server }),
+            .prop_map(|(server, busy_ms, cores)| {
+                TableInputChange::AgentReport { server, busy_ms, core_count: 2 * cores }
+            }),
+        1 => (0..SERVER_COUNT).prop_map(|server| TableInputChange::AgentDisconnect { server }),
         2 => (server_states, 1..4u32, capacity, any::<bool>(), any::<bool>()).prop_map(
             |(states, weight, capacity, has_slow_start, fails_open)| {
-                TableInputChange::Configure { states, weight, capacity, has_slow_start, fails_open }
+                TableInputChange::FleetConfiguration { states, weight, capacity, has_slow_start, fails_open }
             }
         ),
-        2 => any::<[bool; SERVER_COUNT]>().prop_map(|is_down| TableInputChange::CheckResults { is_down }),
+        2 => any::<[bool; SERVER_COUNT]>().prop_map(|is_down| TableInputChange::HealthCheckResults { is_down }),
         1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| TableInputChange::UnresolvedServers { servers }),
         2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened_connection_count)| {
-            TableInputChange::Traffic { server, opened_connection_count }
+            TableInputChange::OpenedConnections { server, opened_connection_count }
         }),
-        1 => Just(TableInputChange::LoseLoadBalancer),
-        2 => Just(TableInputChange::Nothing),
+        1 => Just(TableInputChange::LoadBalancerLoss),
+        2 => Just(TableInputChange::NoChange),
     ]
 }
 
-fn now_at_ms(milliseconds: u64) -> Now {
+fn now_at_ms(milliseconds: u64) -> ClockReadings {
     let monotonic = Duration::from_millis(milliseconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
+    ClockReadings { monotonic_time: monotonic, wall_time: wall, record_clock_time: wall }
 }
 
 fn config_after_change(change: &TableInputChange) -> FleetConfig {
-    let TableInputChange::Configure { states, weight, capacity, has_slow_start: slow_start, fails_open: fail_open } =
-        change
+    let TableInputChange::FleetConfiguration {
+        states,
+        weight,
+        capacity,
+        has_slow_start: slow_start,
+        fails_open: fail_open,
+    } = change
     else {
         unreachable!()
     };
@@ -100,9 +126,9 @@ struct TableInputsHarness {
 }
 
 impl TableInputsHarness {
-    fn all_servers_configuration() -> TableInputChange {
+    fn configuration_with_all_servers() -> TableInputChange {
         let server_states = [Some(true); SERVER_COUNT];
-        TableInputChange::Configure {
+        TableInputChange::FleetConfiguration {
             states: server_states,
             weight: 1,
             capacity: None,
@@ -112,7 +138,7 @@ impl TableInputsHarness {
     }
 
     fn new() -> Self {
-        let initial_change = Self::all_servers_configuration();
+        let initial_change = Self::configuration_with_all_servers();
         let mut records = FleetRecords::generate(now_at_ms(0).wall_time, &mut seeded_rng(5, 0));
         records
             .apply_document(&config_after_change(&initial_change), now_at_ms(0).wall_time, &mut seeded_rng(6, 0))
@@ -131,16 +157,16 @@ impl TableInputsHarness {
     }
 
     /// Applies the change, makes the tables that are due, and compares their inputs with the present values.
-    fn apply_change_and_check_inputs(&mut self, change: &TableInputChange, now: Now) {
+    fn apply_change_and_check_inputs(&mut self, change: &TableInputChange, now: ClockReadings) {
         self.apply_change(change, now);
-        self.controller.poll_inputs(now, true);
+        self.controller.poll_table_inputs(now, true);
         while self.controller.make_next_due_table(now).is_some() {}
         self.assert_table_inputs_are_current(now);
     }
 
     /// Reports, as the load balancer, a health check result of every server for every service.
-    fn report_check_results(&mut self, is_down: &[bool; SERVER_COUNT], now: Now) {
-        let Some(session) = self.get_or_connect_balancer(now) else { return };
+    fn report_check_results(&mut self, is_down: &[bool; SERVER_COUNT], now: ClockReadings) {
+        let Some(session) = self.get_or_create_balancer_session(now) else { return };
         let service_indexes: Vec<_> =
             self.controller.services.iter().map(|service| service.configuration().index).collect();
         let targets = service_indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
@@ -150,14 +176,14 @@ impl TableInputsHarness {
         let checked_servers = targets.map(|(index, n)| (index, server_id(n), check_result_of_server(n))).collect();
         self.controller.load_balancers.record_health_check_results(
             session,
-            HealthMessage { check_results: checked_servers },
+            HealthCheckResultsMessage { check_results: checked_servers },
             now,
         );
     }
 
     /// Reports, as the load balancer, the servers whose MAC addresses are unknown.
-    fn report_unresolved_servers(&mut self, is_unresolved: &[bool; SERVER_COUNT], now: Now) {
-        let Some(session) = self.get_or_connect_balancer(now) else { return };
+    fn report_unresolved_servers(&mut self, is_unresolved: &[bool; SERVER_COUNT], now: ClockReadings) {
+        let Some(session) = self.get_or_create_balancer_session(now) else { return };
         let unresolved_names = is_unresolved
             .iter()
             .enumerate()
@@ -167,26 +193,26 @@ impl TableInputsHarness {
         self.controller.record_load_balancer_state(session, state, now);
     }
 
-    fn apply_change(&mut self, change: &TableInputChange, now: Now) {
+    fn apply_change(&mut self, change: &TableInputChange, now: ClockReadings) {
         match change {
-            TableInputChange::Report { server, busy_ms, core_count: cores } => {
+            TableInputChange::AgentReport { server, busy_ms, core_count: cores } => {
                 self.report_load(*server, *busy_ms, *cores, now)
             }
-            TableInputChange::Disconnect { server } => {
+            TableInputChange::AgentDisconnect { server } => {
                 if let Some(session) = self.agent_sessions[*server].take() {
                     self.controller.end_session(&session);
                 }
             }
-            TableInputChange::Configure { .. } => {
+            TableInputChange::FleetConfiguration { .. } => {
                 let config = config_after_change(change);
                 if self.records.apply_document(&config, now.wall_time, &mut seeded_rng(7, 0)).is_ok() {
                     self.controller.configure(Fleet::new(&config, &self.records));
                 }
             }
-            TableInputChange::CheckResults { is_down } => self.report_check_results(is_down, now),
+            TableInputChange::HealthCheckResults { is_down } => self.report_check_results(is_down, now),
             TableInputChange::UnresolvedServers { servers } => self.report_unresolved_servers(servers, now),
-            TableInputChange::Traffic { server, opened_connection_count } => {
-                let Some(session) = self.get_or_connect_balancer(now) else { return };
+            TableInputChange::OpenedConnections { server, opened_connection_count } => {
+                let Some(session) = self.get_or_create_balancer_session(now) else { return };
                 self.traffic_message
                     .traffic_by_server
                     .entry(server_id(*server))
@@ -194,17 +220,17 @@ impl TableInputsHarness {
                     .opened_connection_count += opened_connection_count;
                 self.controller.record_load_balancer_traffic(session, &self.traffic_message, now);
             }
-            TableInputChange::LoseLoadBalancer => {
+            TableInputChange::LoadBalancerLoss => {
                 if let Some(session) = self.balancer_session.take() {
                     self.controller.load_balancers.end_session(session, now);
                 }
             }
-            TableInputChange::Nothing => {}
+            TableInputChange::NoChange => {}
         }
     }
 
     /// Reports a server's load. If the number of its cores has changed, the report contains a new RSS configuration.
-    fn report_load(&mut self, server: usize, busy_ms: u64, core_count: u32, now: Now) {
+    fn report_load(&mut self, server: usize, busy_ms: u64, core_count: u32, now: ClockReadings) {
         if self.agent_sessions[server].is_none() {
             self.agent_sessions[server] = self.controller.register_agent(&format!("s{server}"), "test", now).ok();
         }
@@ -222,7 +248,7 @@ impl TableInputsHarness {
         let _ = self.controller.record_report(session, Ok(report), now);
     }
 
-    fn get_or_connect_balancer(&mut self, now: Now) -> Option<u64> {
+    fn get_or_create_balancer_session(&mut self, now: ClockReadings) -> Option<u64> {
         if self.balancer_session.is_none() {
             self.balancer_session = self.controller.register_load_balancer("lb", now).ok();
         }
@@ -230,17 +256,17 @@ impl TableInputsHarness {
     }
 
     /// Returns whether the server takes new connections to the service, according to the present inputs.
-    fn is_eligible(controller: &Controller, service: &Service, id: ServerId, now: Now) -> bool {
+    fn is_eligible(controller: &Controller, service: &Service, id: ServerId, now: ClockReadings) -> bool {
         let compute_eligibility = |id: ServerId| controller.eligibility(service.configuration(), id, now);
         let mut member_ids = service.configuration().members.keys();
-        let fails_open = service.configuration().when_all_down == WhenAllDown::FailOpen
+        let fails_open = service.configuration().when_all_down == AllServersDownTreatment::FailOpen
             && member_ids.all(|id| compute_eligibility(*id) != ServerEligibility::Eligible)
             && compute_eligibility(id) == ServerEligibility::Unhealthy;
         compute_eligibility(id) == ServerEligibility::Eligible || fails_open
     }
 
     /// Compares the inputs of each service's newest table with the present values of the same inputs.
-    fn assert_table_inputs_are_current(&mut self, now: Now) {
+    fn assert_table_inputs_are_current(&mut self, now: ClockReadings) {
         for service in &self.controller.services {
             let service_name = &service.configuration().name;
             let current_pool = self.controller.compute_pool(service, now);
@@ -283,15 +309,16 @@ fn comparable_pool_servers(service: &Service, pool: &ServerPool) -> Vec<PoolServ
 
 /// A table in which a server begins its slow start has the new fraction as an input, and not the earlier value 1.
 #[test]
-fn slow_start_ends_by_a_new_configuration_or_after_its_time() {
-    let server_configuration_change = |second_state: Option<bool>, slow_start: bool| TableInputChange::Configure {
-        states: [Some(true), second_state, None, None],
-        weight: 1,
-        capacity: None,
-        has_slow_start: slow_start,
-        fails_open: false,
-    };
-    for (next, pause) in [(server_configuration_change(Some(true), false), 1), (TableInputChange::Nothing, 2_500)] {
+fn slow_start_ends_on_reconfiguration_or_timeout() {
+    let server_configuration_change =
+        |second_state: Option<bool>, slow_start: bool| TableInputChange::FleetConfiguration {
+            states: [Some(true), second_state, None, None],
+            weight: 1,
+            capacity: None,
+            has_slow_start: slow_start,
+            fails_open: false,
+        };
+    for (next, pause) in [(server_configuration_change(Some(true), false), 1), (TableInputChange::NoChange, 2_500)] {
         let mut harness = TableInputsHarness::new();
         harness.apply_change_and_check_inputs(&server_configuration_change(None, true), now_at_ms(1));
         harness.apply_change_and_check_inputs(&server_configuration_change(Some(true), true), now_at_ms(2));
@@ -304,19 +331,19 @@ fn slow_start_ends_by_a_new_configuration_or_after_its_time() {
 fn traffic_of_a_removed_load_balancer_leaves_the_table() {
     let mut harness = TableInputsHarness::new();
     harness.apply_change_and_check_inputs(
-        &TableInputChange::Traffic { server: 1, opened_connection_count: 1 },
+        &TableInputChange::OpenedConnections { server: 1, opened_connection_count: 1 },
         now_at_ms(1),
     );
     harness.apply_change_and_check_inputs(
-        &TableInputChange::Report { server: 1, busy_ms: 0, core_count: 2 },
+        &TableInputChange::AgentReport { server: 1, busy_ms: 0, core_count: 2 },
         now_at_ms(2),
     );
     harness.apply_change_and_check_inputs(
-        &TableInputChange::Traffic { server: 1, opened_connection_count: 1 },
+        &TableInputChange::OpenedConnections { server: 1, opened_connection_count: 1 },
         now_at_ms(3),
     );
-    harness.apply_change_and_check_inputs(&TableInputChange::LoseLoadBalancer, now_at_ms(4));
-    harness.apply_change_and_check_inputs(&TableInputsHarness::all_servers_configuration(), now_at_ms(5));
+    harness.apply_change_and_check_inputs(&TableInputChange::LoadBalancerLoss, now_at_ms(4));
+    harness.apply_change_and_check_inputs(&TableInputsHarness::configuration_with_all_servers(), now_at_ms(5));
 }
 
 proptest! {

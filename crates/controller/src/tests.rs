@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use coreward_api::types::{Explanation, ReportState, Server, ServerState};
 use coreward_config::TomlSource;
 use coreward_model::cookie::{self, Cookie, CookieKey};
-use coreward_model::load::CoreReadings;
+use coreward_model::load::CoreBusyTimeReadings;
 use coreward_model::placement::PlacementTableState;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServiceAddress};
@@ -22,9 +22,13 @@ use coreward_fleet::records::FleetRecords;
 
 const START_WALL_TIME: Duration = Duration::from_secs(1_700_000_000);
 
-fn now_at_ms(milliseconds: u64) -> Now {
+fn now_at_ms(milliseconds: u64) -> ClockReadings {
     let monotonic = Duration::from_millis(milliseconds);
-    Now { monotonic_time: monotonic, wall_time: START_WALL_TIME + monotonic, record_time: START_WALL_TIME + monotonic }
+    ClockReadings {
+        monotonic_time: monotonic,
+        wall_time: START_WALL_TIME + monotonic,
+        record_clock_time: START_WALL_TIME + monotonic,
+    }
 }
 
 /// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and the given `states`, and one service.
@@ -53,7 +57,7 @@ impl ControllerHarness {
         Self { records, controller }
     }
 
-    fn configure(&mut self, states: &[&str], policy: &str, now: Now) {
+    fn configure(&mut self, states: &[&str], policy: &str, now: ClockReadings) {
         let config = fleet_config(states, policy);
         self.records.apply_document(&config, now.wall_time, &mut seeded_rng(6, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
@@ -80,25 +84,28 @@ impl ControllerHarness {
         sessions
     }
 
-    fn make_table(&mut self, now: Now) -> Arc<PlacementTable> {
+    fn make_table(&mut self, now: ClockReadings) -> Arc<PlacementTable> {
         self.controller.end_report_interval(now).remove(0).table
     }
 
-    fn server_status(&self, server: &str, now: Now) -> Server {
+    fn server_status(&self, server: &str, now: ClockReadings) -> Server {
         self.controller.status(now).servers.into_iter().find(|status| status.name == server).unwrap()
     }
 
-    fn explain_new_connection(&self, port: u16, now: Now) -> Explanation {
+    fn explain_new_connection(&self, port: u16, now: ClockReadings) -> Explanation {
         self.explain_packet(port, ExplainedPacket::NewConnection, now)
     }
 
-    fn explain_packet(&self, port: u16, packet: ExplainedPacket, now: Now) -> Explanation {
+    fn explain_packet(&self, port: u16, packet: ExplainedPacket, now: ClockReadings) -> Explanation {
         self.controller.explain_packet(web_service_address(), client_address(port), packet, now).unwrap()
     }
 }
 
 fn web_service_address() -> ServiceAddress {
-    ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: coreward_model::tuple::Protocol::Tcp }
+    ServiceAddress {
+        vip_and_port: "10.200.0.1:80".parse().unwrap(),
+        protocol: coreward_model::tuple::TransportProtocol::Tcp,
+    }
 }
 
 fn client_address(port: u16) -> std::net::SocketAddr {
@@ -115,7 +122,7 @@ pub(super) fn build_uniform_rss(entry_count: u32, core_count: u32) -> ReportedRs
 
 /// Returns a report like [`build_plain_report`] that is valid for 300 ms, with an RSS configuration if it is the first
 /// one.
-fn report_with_initial_rss(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
+fn report_with_initial_rss(sequence: u64, now: ClockReadings, busy_ns: &[u64]) -> AgentReport {
     AgentReport {
         time_to_live: Duration::from_millis(300),
         open_connection_count: 10,
@@ -126,14 +133,14 @@ fn report_with_initial_rss(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentRep
 }
 
 /// Returns a report that is valid for a minute, without an RSS configuration.
-pub(super) fn build_plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
+pub(super) fn build_plain_report(sequence: u64, now: ClockReadings, busy_ns: &[u64]) -> AgentReport {
     AgentReport {
         sent_at: now.wall_time,
         time_to_live: Duration::from_secs(60),
-        readings: CoreReadings {
-            report_sequence: sequence,
-            measured_ns: now.monotonic_time.as_nanos() as u64,
-            busy_ns: busy_ns.to_vec(),
+        readings: CoreBusyTimeReadings {
+            report_sequence_number: sequence,
+            measured_at_ns: now.monotonic_time.as_nanos() as u64,
+            busy_ns_by_core: busy_ns.to_vec(),
         },
         open_connection_count: 0,
         rss_generation: 0,
@@ -232,7 +239,7 @@ fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
         .controller
         .record_report(&first_session, Ok(report_with_initial_rss(2, now_at_ms(410), &[0; 4])), now_at_ms(410))
         .unwrap_err();
-    assert_eq!(late_rejection, MessageRejection::Superseded("s0".into()));
+    assert_eq!(late_rejection, MessageRejection::SupersededAgent("s0".into()));
     harness.controller.end_session(&first_session);
     let report = report_with_initial_rss(1, now_at_ms(420), &[0; 4]);
     harness.controller.record_report(&second_session, Ok(report), now_at_ms(420)).unwrap();
@@ -261,7 +268,7 @@ fn rejected_reports_are_counted_and_change_nothing() {
         ("no_cores", "a report without cores".into())
     );
     assert_eq!(reject_report(Ok(report_with_initial_rss(3, now_at_ms(100), &[90_000_000; 4]))).0, "clock_stalled");
-    assert_eq!(reject_report(Err(AgentReportError::TimeToLiveMsOutOfRange(0))).0, "time_to_live");
+    assert_eq!(reject_report(Err(AgentReportError::InvalidTimeToLive(0))).0, "time_to_live");
     assert_eq!(harness.server_status("s0", now_at_ms(150)).core_loads, load_before);
     harness
         .controller
@@ -301,7 +308,11 @@ fn malformed_rss_invalidates_the_previous_rss() {
     let malformed_rss: Result<ReportedRss, WireError> = (&invalid_length).try_into();
     let rejection = harness
         .controller
-        .record_report(&session, Err(AgentReportError::InvalidRss(malformed_rss.unwrap_err())), now_at_ms(200))
+        .record_report(
+            &session,
+            Err(AgentReportError::InvalidRssConfiguration(malformed_rss.unwrap_err())),
+            now_at_ms(200),
+        )
         .unwrap_err();
     assert_eq!(rejection.counter_name(), "malformed_rss");
     let next_report = AgentReport { rss_generation: 2, ..report_with_initial_rss(4, now_at_ms(300), &[50_000_000; 4]) };

@@ -14,12 +14,12 @@ pub struct TokenBucketQuota {
     /// Mean time between two tokens, which is the inverse of the rate.
     pub token_interval: Duration,
     /// Maximum number of tokens in the bucket, which is the burst after a pause.
-    pub max_burst: u32,
+    pub max_burst_tokens: u32,
 }
 
 impl TokenBucketQuota {
     pub fn from(self, now: Duration) -> TokenBucket {
-        TokenBucket { available_token_count: self.max_burst.into(), updated_at: now }
+        TokenBucket { available_token_count: self.max_burst_tokens.into(), updated_at: now }
     }
 }
 
@@ -28,8 +28,8 @@ impl TokenBucket {
     pub fn try_take(&mut self, quota: TokenBucketQuota, now: Duration) -> bool {
         let elapsed_s = now.saturating_sub(self.updated_at).as_secs_f64();
         self.updated_at = now;
-        self.available_token_count =
-            (self.available_token_count + elapsed_s / quota.token_interval.as_secs_f64()).min(quota.max_burst.into());
+        self.available_token_count = (self.available_token_count + elapsed_s / quota.token_interval.as_secs_f64())
+            .min(quota.max_burst_tokens.into());
         let is_token_left = self.available_token_count >= 1.0;
         self.available_token_count -= f64::from(u8::from(is_token_left));
         is_token_left
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn burst_is_followed_by_tokens_at_the_configured_rate() {
-        let quota = TokenBucketQuota { token_interval: Duration::from_millis(50), max_burst: 3 };
+        let quota = TokenBucketQuota { token_interval: Duration::from_millis(50), max_burst_tokens: 3 };
         let mut bucket = quota.from(Duration::ZERO);
         let mut count_taken_tokens =
             |ms: u64| (0..10).filter(|_| bucket.try_take(quota, Duration::from_millis(ms))).count();
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn wait_ends_when_a_token_is_available() {
-        let quota = TokenBucketQuota { token_interval: Duration::from_millis(50), max_burst: 1 };
+        let quota = TokenBucketQuota { token_interval: Duration::from_millis(50), max_burst_tokens: 1 };
         let mut bucket = quota.from(Duration::ZERO);
         assert_eq!(bucket.time_until_token(quota, Duration::ZERO), Duration::ZERO);
         for now in [0, 3, 71].map(Duration::from_millis) {

@@ -9,7 +9,7 @@ use coreward_model::load::SmoothingWeight;
 use coreward_model::policy::TrafficRates;
 use coreward_wire::{ServerTraffic, ServiceIndex, TrafficCountsMessage};
 
-use super::Now;
+use super::ClockReadings;
 
 #[derive(Debug, Default, Clone, Copy)]
 struct ServiceConnectionCounter {
@@ -17,11 +17,11 @@ struct ServiceConnectionCounter {
     total_opened_count: u64,
     /// Number of connections opened since the last call of [`LoadBalancerTraffic::take_opened_connection_count`], or
     /// `None` if only one message has arrived so far.
-    opened_count_since_last_call: Option<u64>,
+    opened_count_since_last_take: Option<u64>,
 }
 
 /// Map by server id. Its hash need not resist chosen collisions, because the controller and not a peer assigns the ids.
-type ServerMap<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
+type ServerIdMap<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 
 /// Traffic counts and rates that one load balancer reported for all servers.
 #[derive(Debug, Default)]
@@ -29,9 +29,9 @@ pub struct LoadBalancerTraffic {
     /// Time at which the last message arrived, since the controller's start.
     last_message_at: Option<Duration>,
     /// Counts for each server, summed over all services since the load balancer's maps were created.
-    totals_by_server: ServerMap<ServerTraffic>,
+    totals_by_server: ServerIdMap<ServerTraffic>,
     connection_counters_by_service: HashMap<ServiceIndex, ServiceConnectionCounter>,
-    rates_by_server: ServerMap<TrafficRates>,
+    rates_by_server: ServerIdMap<TrafficRates>,
 }
 
 /// Numbers of connections that were opened since a load balancer's previous message.
@@ -65,8 +65,13 @@ impl LoadBalancerTraffic {
 
     /// Records the traffic counts of a message. A count that has decreased comes from new BPF maps, so the measurement
     /// of its rate starts again.
-    pub fn record_traffic_totals(&mut self, message: &TrafficCountsMessage, alpha: SmoothingWeight, now: Now) {
-        let totals_by_server: ServerMap<ServerTraffic> =
+    pub fn record_traffic_totals(
+        &mut self,
+        message: &TrafficCountsMessage,
+        alpha: SmoothingWeight,
+        now: ClockReadings,
+    ) {
+        let totals_by_server: ServerIdMap<ServerTraffic> =
             message.traffic_by_server.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.record_opened_connections(message);
         let elapsed_s = self
@@ -90,14 +95,14 @@ impl LoadBalancerTraffic {
             // A lower count than before comes from new maps, or from the removal of a server.
             let compute_increase_since = |previous_counts: &ServiceConnectionCounter| {
                 previous_counts
-                    .opened_count_since_last_call
+                    .opened_count_since_last_take
                     .unwrap_or(0)
                     .saturating_add(total.saturating_sub(previous_counts.total_opened_count))
             };
             let opened_count = self.connection_counters_by_service.get(&service).map(compute_increase_since);
             (
                 service,
-                ServiceConnectionCounter { total_opened_count: total, opened_count_since_last_call: opened_count },
+                ServiceConnectionCounter { total_opened_count: total, opened_count_since_last_take: opened_count },
             )
         };
         self.connection_counters_by_service =
@@ -106,7 +111,7 @@ impl LoadBalancerTraffic {
 
     /// Returns the number of connections to the service opened since the last call, or `None` if it is not known yet.
     pub fn take_opened_connection_count(&mut self, service: ServiceIndex) -> Option<u64> {
-        self.connection_counters_by_service.get_mut(&service)?.opened_count_since_last_call.as_mut().map(std::mem::take)
+        self.connection_counters_by_service.get_mut(&service)?.opened_count_since_last_take.as_mut().map(std::mem::take)
     }
 
     fn compute_smoothed_rates(
@@ -170,9 +175,9 @@ impl TrafficTotalsByBalancer {
 mod tests {
     use super::*;
 
-    fn now_at_ms(milliseconds: u64) -> Now {
+    fn now_at_ms(milliseconds: u64) -> ClockReadings {
         let monotonic = Duration::from_millis(milliseconds);
-        Now { monotonic_time: monotonic, wall_time: monotonic, record_time: monotonic }
+        ClockReadings { monotonic_time: monotonic, wall_time: monotonic, record_clock_time: monotonic }
     }
 
     fn server_id(number: u64) -> ServerId {

@@ -18,7 +18,7 @@ impl Controller {
         }
     }
 
-    pub fn store_warnings(&self) -> Vec<String> {
+    pub fn fleet_store_warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if !self.fleet.has_document() {
             warnings.push(

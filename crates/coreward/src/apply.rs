@@ -9,7 +9,7 @@ use coreward_http::client::ControllerClient;
 use coreward_render::block_on;
 use coreward_render::fleet::{ProposedFleet, format_apply_result};
 
-use crate::{ControllerQueryArgs, OutputFormat, print_to_stdout};
+use crate::{CommandOutputFormat, ControllerQueryArgs, print_to_stdout};
 
 #[derive(clap::Args)]
 pub struct ApplyArgs {
@@ -47,19 +47,19 @@ pub fn run_apply(args: &ApplyArgs) -> anyhow::Result<()> {
 /// Shows the changes, asks for confirmation, and applies the document. Returns whether the document is now in force.
 fn confirm_and_apply(
     proposed_fleet: ProposedFleet,
-    format: OutputFormat,
+    format: CommandOutputFormat,
     (dry_run, is_confirmed): (bool, bool),
 ) -> anyhow::Result<bool> {
     let only_shows_changes = dry_run || proposed_fleet.is_already_active();
     // The JSON output must be a single object, which is the result.
-    if only_shows_changes || format == OutputFormat::Text {
+    if only_shows_changes || format == CommandOutputFormat::Text {
         print_to_stdout(&proposed_fleet.format_changes(format.into())?)?;
     }
     if only_shows_changes {
         return Ok(!dry_run);
     }
     // With JSON output the changes have not been shown, so the operator cannot confirm them.
-    let can_ask_for_confirmation = format == OutputFormat::Text;
+    let can_ask_for_confirmation = format == CommandOutputFormat::Text;
     anyhow::ensure!(
         is_confirmed || can_ask_for_confirmation,
         "nothing was changed: `--format json` expects --yes or --dry-run"

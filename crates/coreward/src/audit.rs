@@ -3,7 +3,7 @@
 use coreward_api::types::{AuditEntry, AuditQuery};
 use coreward_render::block_on;
 
-use crate::{ControllerQueryArgs, OutputFormat, print_to_stdout};
+use crate::{CommandOutputFormat, ControllerQueryArgs, print_to_stdout};
 
 #[derive(clap::Args)]
 pub struct AuditArgs {
@@ -18,7 +18,7 @@ pub struct AuditArgs {
 pub fn print_audit_log(args: &AuditArgs) -> anyhow::Result<()> {
     let client = args.query.contact.build_client()?;
     let audit = block_on(client.audit_log(&AuditQuery { after: 0, limit: Some(args.limit) }))?;
-    if args.query.format == OutputFormat::Json {
+    if args.query.format == CommandOutputFormat::Json {
         return print_to_stdout(&serde_json::to_string_pretty(&audit)?);
     }
     print_to_stdout(&audit.entries.iter().map(format_entry).collect::<String>())

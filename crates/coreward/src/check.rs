@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use coreward_config::{Diagnostic, Diagnostics, TomlSource, build_file_schema};
+use coreward_config::{ConfigDiagnostic, Diagnostics, TomlSource, build_file_schema};
 use coreward_control_server::config::file::ControllerFile;
 use coreward_control_server::config::{ControllerConfig, StoreLocation};
 use coreward_control_server::server::leader_election;
@@ -10,10 +10,10 @@ use coreward_fleet::config::FleetConfig;
 use coreward_fleet::config::file::FleetFile;
 use serde_json::{Value, json};
 
-use crate::{OutputFormat, print_to_stdout};
+use crate::{CommandOutputFormat, print_to_stdout};
 
 #[derive(clap::Args)]
-pub struct CheckArgs {
+pub struct CheckConfigArgs {
     /// Configuration files of daemons, or the fleet document
     #[arg(value_name = "FILE", required_unless_present = "schema")]
     files: Vec<PathBuf>,
@@ -21,8 +21,8 @@ pub struct CheckArgs {
     #[arg(long, value_enum)]
     kind: Option<ConfigFileKind>,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
-    format: OutputFormat,
+    #[arg(long, value_enum, default_value_t = CommandOutputFormat::Text)]
+    format: CommandOutputFormat,
     /// Print the JSON schema of a kind of file, for editors
     #[arg(long, value_name = "KIND", value_enum, conflicts_with_all = ["files", "kind"])]
     schema: Option<ConfigFileKind>,
@@ -48,37 +48,41 @@ pub enum ConfigFileKind {
 }
 
 /// Runs `coreward check`. Fails if a file has a mistake.
-pub fn run_check(args: &CheckArgs) -> anyhow::Result<()> {
+pub fn run_check(args: &CheckConfigArgs) -> anyhow::Result<()> {
     if let Some(kind) = args.schema {
         return print_to_stdout(&format!("{:#}", kind.json_schema()));
     }
     let mut checked_files = Vec::new();
     for file in &args.files {
-        checked_files.push(CheckedFile::new(file, args.kind));
+        checked_files.push(CheckedConfigFile::new(file, args.kind));
     }
     print_to_stdout(&match args.format {
-        OutputFormat::Text => checked_files.iter().map(CheckedFile::to_text).collect::<Vec<_>>().join("\n"),
-        OutputFormat::Json => format!("{:#}", Value::from_iter(checked_files.iter().map(CheckedFile::to_json))),
+        CommandOutputFormat::Text => {
+            checked_files.iter().map(CheckedConfigFile::to_text).collect::<Vec<_>>().join("\n")
+        }
+        CommandOutputFormat::Json => {
+            format!("{:#}", Value::from_iter(checked_files.iter().map(CheckedConfigFile::to_json)))
+        }
     })?;
-    let mistake_count: usize = checked_files.iter().map(CheckedFile::count_mistakes).sum();
+    let mistake_count: usize = checked_files.iter().map(CheckedConfigFile::count_mistakes).sum();
     let mistake_noun = if mistake_count == 1 { "mistake" } else { "mistakes" };
     anyhow::ensure!(
         mistake_count == 0,
         "{mistake_count} {mistake_noun} in {} of {} files",
-        CheckedFile::count_files_with_mistakes(&checked_files),
+        CheckedConfigFile::count_files_with_mistakes(&checked_files),
         checked_files.len()
     );
     Ok(())
 }
 
-struct CheckedFile<'a> {
+struct CheckedConfigFile<'a> {
     file: &'a Path,
     /// Kind of the configuration file, or `None` if it could not be detected.
     kind: Option<ConfigFileKind>,
     diagnostics: Option<Diagnostics>,
 }
 
-impl<'a> CheckedFile<'a> {
+impl<'a> CheckedConfigFile<'a> {
     /// Reads and checks the file. Reads it only once, because it may be a pipe.
     fn new(file: &'a Path, kind: Option<ConfigFileKind>) -> Self {
         let source = match TomlSource::read(file) {
@@ -208,7 +212,7 @@ impl ConfigFileKind {
             return Ok(kinds_by_mismatch[0].1);
         }
         let message = "fits several kinds of files: expected `--kind`, or a name that begins with its kind";
-        let mut diagnostics = vec![Diagnostic::for_file(source.path(), message)];
+        let mut diagnostics = vec![ConfigDiagnostic::for_file(source.path(), message)];
         diagnostics.extend(source.syntax_errors());
         Err(Diagnostics { shown_diagnostics: diagnostics, omitted_diagnostic_count: 0 })
     }
@@ -217,7 +221,8 @@ impl ConfigFileKind {
 /// Checks the certificate files of `[etcd.tls]` in the same way as the controller.
 fn check_etcd_files(controller: &TomlSource) -> Result<(), Diagnostics> {
     let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
-    let to_diagnostics = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
+    let to_diagnostics =
+        |error| ConfigDiagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
     leader_election::connect_cluster(&etcd).map(drop).map_err(to_diagnostics)
 }
 
@@ -277,7 +282,7 @@ mod tests {
             let outcome = kind.check_source(&TomlSource::from_text(&page_line, &toml_text));
             let mistakes = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.shown_diagnostics);
             // The certificate files of the examples do not exist on this machine.
-            let is_missing_certificate = |mistake: &Diagnostic| {
+            let is_missing_certificate = |mistake: &ConfigDiagnostic| {
                 mistake.key.starts_with("tls.") && mistake.problem.contains("No such file or directory")
             };
             assert!(mistakes.iter().all(is_missing_certificate), "{page_line}: {mistakes:?}");
@@ -361,7 +366,7 @@ mod tests {
         ] {
             assert_eq!(detect_kind(text).unwrap(), kind, "{text}");
         }
-        let text = CheckedFile::new(Path::new("/nonexistent/lb.toml"), None).to_text();
+        let text = CheckedConfigFile::new(Path::new("/nonexistent/lb.toml"), None).to_text();
         assert!(text.starts_with("/nonexistent/lb.toml: No such file"), "{text}");
     }
 
@@ -381,13 +386,13 @@ mod tests {
 
     /// Checks that the text is read only once, as `coreward check <(...)` requires, because it comes from a pipe.
     #[test]
-    fn checked_pipe_is_read_only_once() {
+    fn checked_pipe_is_read_once() {
         let directory = tempfile::tempdir().unwrap();
         let pipe = directory.path().join("some");
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         let pipe_path = pipe.clone();
         let writer = std::thread::spawn(move || std::fs::write(pipe_path, "[[server]]\nname = \"s1\"\n").unwrap());
-        let checked_file = CheckedFile::new(&pipe, None);
+        let checked_file = CheckedConfigFile::new(&pipe, None);
         writer.join().unwrap();
         assert_eq!(
             (checked_file.kind, checked_file.count_mistakes()),

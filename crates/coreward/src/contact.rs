@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use coreward_control_server::config::DEFAULT_API_ADDRESS;
 use coreward_http::client::{ApiCredential, ControllerClient, ControllerUrl};
-use coreward_tls::CredentialFiles;
+use coreward_tls::TlsCredentialFiles;
 use coreward_tls::verify::ExpectedControllerHost;
 
 /// Path at which the controller of the distribution packages stores the operator's token.
-const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
+const DEFAULT_OPERATOR_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
 
 #[derive(clap::Args, Clone)]
 pub struct ControllerContactArgs {
@@ -23,7 +23,7 @@ pub struct ControllerContactArgs {
     )]
     controller: Vec<ControllerUrl>,
     /// File with the token of an operator or a viewer, from the controller's `token_directory`
-    #[arg(long, value_name = "FILE", env = "COREWARD_TOKEN_FILE", default_value = DEFAULT_TOKEN_FILE)]
+    #[arg(long, value_name = "FILE", env = "COREWARD_TOKEN_FILE", default_value = DEFAULT_OPERATOR_TOKEN_FILE)]
     token_file: PathBuf,
     /// For https://: certificates of the trusted authorities (PEM)
     #[arg(long, value_name = "FILE", env = "COREWARD_CA")]
@@ -44,7 +44,7 @@ impl ControllerContactArgs {
     /// Creates a client of the controllers. Fails if a credential file cannot be read or is invalid.
     pub fn build_client(&self) -> anyhow::Result<ControllerClient> {
         let to_files =
-            |((ca, certificate), key)| CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key };
+            |((ca, certificate), key)| TlsCredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key };
         let certificate_files = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(to_files);
         let build_token_credential = || ApiCredential::Token { file: self.token_file.clone(), ca: self.ca.clone() };
         let credential = certificate_files.map_or_else(build_token_credential, ApiCredential::Certificate);

@@ -8,7 +8,7 @@ use coreward_http::Problem;
 use coreward_http::client::ControllerClient;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::{ControllerQueryArgs, OutputFormat, print_to_stdout};
+use crate::{CommandOutputFormat, ControllerQueryArgs, print_to_stdout};
 
 /// Interval between status requests of `--wait`. It is half a second, because agents count connections every second.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -55,7 +55,7 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
         let request = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain_server(&args.server, &request).await?;
         // The JSON output must be a single object, which is the final state.
-        let is_text_output = args.query.format == OutputFormat::Text;
+        let is_text_output = args.query.format == CommandOutputFormat::Text;
         if is_text_output || !args.wait {
             print_to_stdout(&format_drain_status(&status, args.query.format)?)?;
         }
@@ -70,8 +70,8 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
                     print_to_stdout(&format_drain_status(&status, args.query.format)?)?;
                 }
                 match remaining_connections {
-                    RemainingConnections::Zero => Ok(()),
-                    RemainingConnections::NonzeroWithDescription(remaining_text) => {
+                    RemainingDrainConnections::Zero => Ok(()),
+                    RemainingDrainConnections::NonzeroWithDescription(remaining_text) => {
                         Err(anyhow!("{remaining_text} after {}; {drain_notice}", args.timeout))
                     }
                 }
@@ -91,7 +91,7 @@ pub fn run_undrain(args: &UndrainArgs) -> anyhow::Result<()> {
 }
 
 /// Connections of the drained server that remain at the end of the wait.
-enum RemainingConnections {
+enum RemainingDrainConnections {
     Zero,
     NonzeroWithDescription(String),
 }
@@ -103,7 +103,7 @@ async fn wait_until_drained(
     mut status: DrainStatus,
     timeout: Duration,
     is_text_output: bool,
-) -> anyhow::Result<(DrainStatus, RemainingConnections)> {
+) -> anyhow::Result<(DrainStatus, RemainingDrainConnections)> {
     let deadline = Instant::now() + timeout.min(MAX_DRAIN_TIMEOUT);
     let (server, mut printed_text, mut is_controller_unreachable) =
         (status.server.clone(), describe_drain(&status), false);
@@ -112,7 +112,7 @@ async fn wait_until_drained(
             bail!("{server} is no longer drained: another command ended the drain");
         }
         if status.remaining_connections == Some(0) {
-            return Ok((status, RemainingConnections::Zero));
+            return Ok((status, RemainingDrainConnections::Zero));
         }
         sleep(DRAIN_POLL_INTERVAL.min(deadline - Instant::now())).await;
         let Ok(answer) = timeout_at(deadline, client.drain_status(&server)).await else { break };
@@ -127,18 +127,18 @@ async fn wait_until_drained(
             }
         }
         if !is_controller_unreachable && is_text_output {
-            print_changed_status(&status, &mut printed_text)?;
+            print_status_if_changed(&status, &mut printed_text)?;
         }
         if Instant::now() >= deadline && status.remaining_connections != Some(0) {
             break;
         }
     }
-    let remaining_text = describe_remaining(&status, is_controller_unreachable);
-    Ok((status, RemainingConnections::NonzeroWithDescription(remaining_text)))
+    let remaining_text = describe_remaining_connections(&status, is_controller_unreachable);
+    Ok((status, RemainingDrainConnections::NonzeroWithDescription(remaining_text)))
 }
 
 /// Prints the drain status unless its text equals the last printed text.
-fn print_changed_status(status: &DrainStatus, printed_text: &mut String) -> anyhow::Result<()> {
+fn print_status_if_changed(status: &DrainStatus, printed_text: &mut String) -> anyhow::Result<()> {
     let current_text = describe_drain(status);
     if current_text != *printed_text {
         print_to_stdout(&current_text)?;
@@ -152,7 +152,7 @@ fn is_permanent_error(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }
 
-fn describe_remaining(status: &DrainStatus, is_controller_unreachable: bool) -> String {
+fn describe_remaining_connections(status: &DrainStatus, is_controller_unreachable: bool) -> String {
     match status.remaining_connections {
         _ if is_controller_unreachable => "what remains is not known (the controller does not answer)".to_owned(),
         Some(1) => "1 connection remains".to_owned(),
@@ -161,10 +161,10 @@ fn describe_remaining(status: &DrainStatus, is_controller_unreachable: bool) -> 
     }
 }
 
-fn format_drain_status(status: &DrainStatus, format: OutputFormat) -> anyhow::Result<String> {
+fn format_drain_status(status: &DrainStatus, format: CommandOutputFormat) -> anyhow::Result<String> {
     match format {
-        OutputFormat::Json => Ok(serde_json::to_string_pretty(status)?),
-        OutputFormat::Text => Ok(describe_drain(status)),
+        CommandOutputFormat::Json => Ok(serde_json::to_string_pretty(status)?),
+        CommandOutputFormat::Text => Ok(describe_drain(status)),
     }
 }
 
@@ -173,14 +173,17 @@ fn describe_drain(status: &DrainStatus) -> String {
     let DrainStatus { server, .. } = status;
     let Some(drain) = &status.drain else {
         if status.state == ServerState::Gone {
-            return format!("{server} has left the fleet's document: {}", describe_remaining(status, false));
+            return format!(
+                "{server} has left the fleet's document: {}",
+                describe_remaining_connections(status, false)
+            );
         }
         let reason = if status.state_reason.is_empty() { String::new() } else { format!(" ({})", status.state_reason) };
         return format!("{server} is {}{reason}", status.state);
     };
     let remaining_text = match status.remaining_connections {
         Some(0) => "no connection remains".to_owned(),
-        _ => describe_remaining(status, false),
+        _ => describe_remaining_connections(status, false),
     };
     let connections_by_service: Vec<String> = match (&status.connection_counts, status.remaining_connections) {
         (Some(connection_counts), Some(1..)) => {

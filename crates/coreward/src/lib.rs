@@ -22,9 +22,9 @@ use coreward_dataplane::capabilities;
 use coreward_dispatch::command::{self as dispatch, DispatchArgs};
 use coreward_doctor::command::{self as doctor, DoctorArgs};
 use coreward_lb::capture_command::CaptureArgs;
-use coreward_lb::connections_command::{self, ConnectionsArgs};
+use coreward_lb::connections_command::{self, ConnectionListArgs};
 use coreward_metrics::table::Component;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_orchestrator::command::{self as orchestrate, OrchestrateArgs};
 use coreward_render as show;
 use coreward_tls::command::{self as certs, CertsArgs};
@@ -43,7 +43,7 @@ enum CorewardCommand {
     /// Run the controller: it makes placement tables from agents' reports (SIGHUP reloads its files)
     Controller(DaemonConfigArgs),
     /// Run the load balancer: attach the XDP program, or take over the pinned one, and follow the controller
-    Lb(LbArgs),
+    Lb(LoadBalancerArgs),
     /// Run a server's agent: attach the programs, or take over the pinned ones, and report core loads
     Agent(AgentArgs),
     /// Run a rack controller: it sends summaries of its agents' reports to the controller
@@ -57,9 +57,9 @@ enum CorewardCommand {
     /// Explain which server gets a packet, and why
     Explain(ExplainArgs),
     /// Show or rotate the cookie keys
-    Keys(KeysArgs),
+    Keys(CookieKeysArgs),
     /// Check configuration files: print every mistake with its line, key and expected value
-    Check(check::CheckArgs),
+    Check(check::CheckConfigArgs),
     /// Apply a changed fleet document (servers and services) after showing the changes
     Apply(apply::ApplyArgs),
     /// Show the fleet document in force
@@ -79,7 +79,7 @@ enum CorewardCommand {
     /// Capture packets at this load balancer with its decisions: tcpdump does not see packets that XDP forwards
     Capture(CaptureArgs),
     /// List the busiest connections of a stateful service, from the load balancer's connection table
-    Connections(ConnectionsArgs),
+    Connections(ConnectionListArgs),
     /// Check that this machine fits its role, and show remedies; exit status 1: a check found a fault
     Doctor(DoctorArgs),
     /// Check that this kernel loads every BPF program
@@ -97,9 +97,9 @@ struct DaemonConfigArgs {
 
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
-struct LbArgs {
+struct LoadBalancerArgs {
     #[command(subcommand)]
-    command: Option<LbCommand>,
+    command: Option<LoadBalancerCommand>,
     /// Configuration file of the daemon (docs/config.md)
     #[arg(long, value_name = "FILE", required = true)]
     config: Option<PathBuf>,
@@ -109,7 +109,7 @@ struct LbArgs {
 }
 
 #[derive(clap::Subcommand)]
-enum LbCommand {
+enum LoadBalancerCommand {
     /// Forget a load balancer that is gone for good: the controller may give its number in cookies to another one
     Forget {
         /// Name of the load balancer
@@ -143,8 +143,8 @@ struct ControllerQueryArgs {
     #[command(flatten)]
     contact: ControllerContactArgs,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
-    format: OutputFormat,
+    #[arg(long, value_enum, default_value_t = CommandOutputFormat::Text)]
+    format: CommandOutputFormat,
 }
 
 #[derive(clap::Args)]
@@ -191,13 +191,13 @@ enum StoreCommand {
 }
 
 #[derive(clap::Args)]
-struct KeysArgs {
+struct CookieKeysArgs {
     #[command(subcommand)]
-    command: KeysCommand,
+    command: CookieKeysCommand,
 }
 
 #[derive(clap::Subcommand)]
-enum KeysCommand {
+enum CookieKeysCommand {
     /// Show the stamping key, the time since it came into force, and the state of a rotation
     Show(ControllerQueryArgs),
     /// Rotate the keys: distribute the next key, which stamps when all daemons have confirmed it
@@ -219,8 +219,8 @@ struct ExplainArgs {
     #[arg(long, value_name = "ADDRESS:PORT")]
     vip: SocketAddr,
     /// Protocol of the service
-    #[arg(long, default_value = Protocol::Tcp.name())]
-    protocol: Protocol,
+    #[arg(long, default_value = TransportProtocol::Tcp.name())]
+    protocol: TransportProtocol,
     /// Address and port of the client
     #[arg(long, value_name = "ADDRESS:PORT")]
     client: SocketAddr,
@@ -236,18 +236,18 @@ struct ExplainArgs {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum OutputFormat {
+enum CommandOutputFormat {
     /// Text for people
     Text,
     /// One JSON object, for programs
     Json,
 }
 
-impl From<OutputFormat> for show::OutputFormat {
-    fn from(format: OutputFormat) -> Self {
+impl From<CommandOutputFormat> for show::RenderedOutputFormat {
+    fn from(format: CommandOutputFormat) -> Self {
         match format {
-            OutputFormat::Text => Self::Text,
-            OutputFormat::Json => Self::Json,
+            CommandOutputFormat::Text => Self::Text,
+            CommandOutputFormat::Json => Self::Json,
         }
     }
 }
@@ -262,7 +262,7 @@ pub fn command_definition() -> clap::Command {
 #[must_use]
 pub fn main() -> ExitCode {
     let set_debug = coreward_cli::start_logging();
-    coreward_daemon::log_level::register_debug_setter(set_debug);
+    coreward_daemon::log_level::register_debug_log_setter(set_debug);
     exit_status("coreward", run_command(Cli::parse().command))
 }
 
@@ -281,7 +281,7 @@ impl CorewardCommand {
 fn run_command(command: CorewardCommand) -> anyhow::Result<()> {
     if command.is_daemon() {
         coreward_daemon::block_signals()?;
-        coreward_config::reject_foreign_secrets();
+        coreward_config::enable_secret_owner_check();
     }
     match command {
         CorewardCommand::Controller(args) => run_controller(&args),
@@ -338,7 +338,7 @@ fn run_orchestrate(args: &OrchestrateArgs) -> anyhow::Result<()> {
     print_to_stdout(&orchestrate::run_orchestrator(prepared_daemon)?)
 }
 
-fn print_connections(args: &ConnectionsArgs) -> anyhow::Result<()> {
+fn print_connections(args: &ConnectionListArgs) -> anyhow::Result<()> {
     capabilities::check_capabilities("coreward connections")?;
     print_to_stdout(&connections_command::run_connections_command(args)?)
 }
@@ -348,12 +348,12 @@ fn run_capture(args: &CaptureArgs) -> anyhow::Result<()> {
     coreward_lb::capture_command::run_capture_command(args)
 }
 
-fn show_or_rotate_keys(args: KeysArgs) -> anyhow::Result<()> {
+fn show_or_rotate_keys(args: CookieKeysArgs) -> anyhow::Result<()> {
     match args.command {
-        KeysCommand::Show(query) => {
+        CookieKeysCommand::Show(query) => {
             print_to_stdout(&show::fetch_keys(&query.contact.build_client()?, query.format.into())?)
         }
-        KeysCommand::Rotate { query, force } => {
+        CookieKeysCommand::Rotate { query, force } => {
             print_to_stdout(&show::rotate_keys(&query.contact.build_client()?, force, query.format.into())?)
         }
     }
@@ -370,12 +370,12 @@ fn explain_packet(args: &ExplainArgs) -> anyhow::Result<String> {
     show::fetch_explanation(&client, &request, format)
 }
 
-fn run_lb_command(args: LbArgs) -> anyhow::Result<()> {
-    if let Some(LbCommand::Forget { name, query }) = args.command {
+fn run_lb_command(args: LoadBalancerArgs) -> anyhow::Result<()> {
+    if let Some(LoadBalancerCommand::Forget { name, query }) = args.command {
         let load_balancers = show::block_on(query.contact.build_client()?.forget_load_balancer(&name))?;
         return match query.format {
-            OutputFormat::Json => print_to_stdout(&serde_json::to_string_pretty(&load_balancers)?),
-            OutputFormat::Text => print_to_stdout(&format!(
+            CommandOutputFormat::Json => print_to_stdout(&serde_json::to_string_pretty(&load_balancers)?),
+            CommandOutputFormat::Text => print_to_stdout(&format!(
                 "load balancer {name} is forgotten; {} are left",
                 load_balancers.load_balancers.len()
             )),
@@ -420,7 +420,7 @@ fn run_doctor(args: &DoctorArgs) -> anyhow::Result<()> {
 
 fn check_kernel_loads_programs() -> anyhow::Result<()> {
     let mut rejected_count = 0;
-    for (program, outcome) in coreward_dataplane::check::load_every_program() {
+    for (program, outcome) in coreward_dataplane::check::try_load_every_program() {
         let outcome_text = outcome.map_or_else(|error| format!("rejected: {error:#}"), |()| "ok".to_owned());
         rejected_count += usize::from(outcome_text != "ok");
         print_to_stdout(&format!("{program}: {outcome_text}"))?;

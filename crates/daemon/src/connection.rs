@@ -10,8 +10,8 @@ use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_metrics::table::MetricKind::MaxGauge;
 use coreward_metrics::table::{Component, MetricFamily, declare_family};
 use coreward_tls::connect::GrpcConnector;
-use coreward_tls::{CredentialFiles, FleetRole, ReloadableCredentials, table};
-use coreward_wire::{LEADER_HEADER, TERM_HEADER};
+use coreward_tls::{FleetRole, ReloadableTlsCredentials, TlsCredentialFiles, table};
+use coreward_wire::{CONTROLLER_TERM_METADATA_KEY, LEADER_ADDRESS_METADATA_KEY};
 use rand::TryRng as _;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Response, Status};
@@ -27,16 +27,16 @@ metrics! {
 }
 
 /// Minimum and maximum interval between connection attempts. It doubles each time all controllers have been tried.
-const RETRY_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+const CONNECT_RETRY_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// Interval between attempts after a controller's rejection, whose cause only an operator can remove.
-const RETRY_INTERVAL_AFTER_REJECTION: Duration = Duration::from_secs(2);
+const CONNECT_RETRY_INTERVAL_AFTER_REJECTION: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Idle time after which the daemon sends an HTTP/2 ping to the controller, and time limit for the answer.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
+const HTTP2_KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// HTTP/2 flow-control window, in bytes. A thousand placement tables of 13 kB arrive per second, which would wait for
 /// window updates with HTTP/2's default of 64 kB. The window also holds the configuration of ten thousand servers.
-const FLOW_CONTROL_WINDOW_BYTES: u32 = 1 << 20;
+const HTTP2_FLOW_CONTROL_WINDOW_BYTES: u32 = 1 << 20;
 
 /// Time after a leader's last message during which leaders with an older term are rejected. It equals the longest
 /// lease, for which a frozen controller may continue to lead. It is not longer, because terms may restart with another
@@ -45,7 +45,7 @@ const OLDER_TERM_REJECTION_TIME: Duration = Duration::from_secs(60);
 
 pub struct ControllerConnection {
     controllers: ControllerAddresses,
-    tls: Option<Arc<ReloadableCredentials>>,
+    tls: Option<Arc<ReloadableTlsCredentials>>,
     expected_roles: &'static [FleetRole],
     attempt_order: ConnectionAttemptOrder,
     term_tracker: LeaderTermTracker,
@@ -56,12 +56,12 @@ impl ControllerConnection {
     /// must have one of the `expected_roles`. Without `tls`, the controller is not verified.
     pub fn new(
         controllers: ControllerAddresses,
-        tls: Option<&CredentialFiles>,
+        tls: Option<&TlsCredentialFiles>,
         expected_roles: &'static [FleetRole],
     ) -> anyhow::Result<Self> {
         let tls = table::load_tls_credentials(tls)?;
         match &tls {
-            Some(tls) => drop(tokio::spawn(tls.clone().reload_changed_certificates())),
+            Some(tls) => drop(tokio::spawn(tls.clone().reload_credentials_on_change())),
             None if controllers.addresses().iter().all(|address| address.ip().is_loopback()) => {}
             None => tracing::warn!(
                 event = "plaintext",
@@ -75,11 +75,11 @@ impl ControllerConnection {
 
     /// Returns a warning for the operator about each certificate that expires soon.
     pub fn certificate_warnings(&self) -> Vec<String> {
-        self.tls.as_ref().map(|tls| tls.warnings()).unwrap_or_default()
+        self.tls.as_ref().map(|tls| tls.expiry_warnings()).unwrap_or_default()
     }
 
     pub fn add_metrics(&self, snapshot: &mut MetricsSnapshot) {
-        self.tls.iter().for_each(|tls| add_certificate_expiry(tls, snapshot));
+        self.tls.iter().for_each(|tls| add_certificate_expiry_metrics(tls, snapshot));
     }
 
     /// Returns the address of the controller to which the next attempt connects.
@@ -93,11 +93,11 @@ impl ControllerConnection {
         let connector = GrpcConnector::new(address, self.tls.clone().map(|tls| (tls, self.expected_roles)));
         async move {
             let endpoint = Endpoint::from_shared(format!("http://{address}"))?
-                .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-                .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
+                .http2_keep_alive_interval(HTTP2_KEEP_ALIVE_INTERVAL)
+                .keep_alive_timeout(HTTP2_KEEP_ALIVE_INTERVAL)
                 .keep_alive_while_idle(true)
-                .initial_stream_window_size(FLOW_CONTROL_WINDOW_BYTES)
-                .initial_connection_window_size(FLOW_CONTROL_WINDOW_BYTES);
+                .initial_stream_window_size(HTTP2_FLOW_CONTROL_WINDOW_BYTES)
+                .initial_connection_window_size(HTTP2_FLOW_CONTROL_WINDOW_BYTES);
             let result = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
             Ok(result.map_err(|_| anyhow!("no connection within {CONNECT_TIMEOUT:?}"))??)
         }
@@ -105,7 +105,8 @@ impl ControllerConnection {
 
     /// Returns the stream in a response. Fails if the leader's term is older than the newest term that is known.
     pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
-        let term = response.metadata().get(TERM_HEADER).and_then(|term| term.to_str().ok()?.parse().ok());
+        let term =
+            response.metadata().get(CONTROLLER_TERM_METADATA_KEY).and_then(|term| term.to_str().ok()?.parse().ok());
         self.term_tracker.check_term(term, Instant::now())?;
         Ok(response.into_inner())
     }
@@ -124,7 +125,7 @@ impl ControllerConnection {
         let next_controller = self.next_controller_address();
 
         match (end, error) {
-            (StreamEndReason::Rejected, Some(error)) => {
+            (ControllerStreamEndReason::RejectedByController, Some(error)) => {
                 let error = root_cause_text(error);
                 tracing::warn!(
                     event = "controller-rejects",
@@ -156,23 +157,28 @@ impl ControllerConnection {
         interval_with_jitter(retry_pause)
     }
 
-    fn classify_stream_end(&self, error: Option<&anyhow::Error>) -> StreamEndReason {
-        let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return StreamEndReason::Lost };
+    fn classify_stream_end(&self, error: Option<&anyhow::Error>) -> ControllerStreamEndReason {
+        let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else {
+            return ControllerStreamEndReason::ControllerLost;
+        };
         match status.code() {
             Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => {
-                StreamEndReason::Rejected
+                ControllerStreamEndReason::RejectedByController
             }
             Code::Unavailable => {
-                let leader_address =
-                    status.metadata().get(LEADER_HEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
+                let leader_address = status
+                    .metadata()
+                    .get(LEADER_ADDRESS_METADATA_KEY)
+                    .and_then(|leader| leader.to_str().ok()?.parse().ok());
                 let find_controller_index =
                     |leader| self.controllers.addresses().iter().position(|address| *address == leader);
                 // The address is trusted only if the daemon's configuration contains it, too.
-                leader_address
-                    .and_then(find_controller_index)
-                    .map_or(StreamEndReason::Lost, StreamEndReason::RedirectedToController)
+                leader_address.and_then(find_controller_index).map_or(
+                    ControllerStreamEndReason::ControllerLost,
+                    ControllerStreamEndReason::RedirectedToController,
+                )
             }
-            _ => StreamEndReason::Lost,
+            _ => ControllerStreamEndReason::ControllerLost,
         }
     }
 }
@@ -188,7 +194,7 @@ fn root_cause_text(error: &anyhow::Error) -> String {
 }
 
 /// Adds the expiry time of each kind of certificate to the metrics snapshot.
-pub fn add_certificate_expiry(tls: &ReloadableCredentials, snapshot: &mut MetricsSnapshot) {
+pub fn add_certificate_expiry_metrics(tls: &ReloadableTlsCredentials, snapshot: &mut MetricsSnapshot) {
     let mut expiry_times = std::collections::BTreeMap::new();
     for (usage, certificate) in tls.labelled_certificates() {
         let expiry_unix_s = certificate.not_after.as_secs_f64();
@@ -204,10 +210,10 @@ pub fn add_certificate_expiry(tls: &ReloadableCredentials, snapshot: &mut Metric
 
 /// Reason why a stream from the controller ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum StreamEndReason {
+enum ControllerStreamEndReason {
     /// The controller is unreachable or is not the leader.
-    Lost,
-    Rejected,
+    ControllerLost,
+    RejectedByController,
     /// The controller is not the leader, and has named the leader. Contains the leader's index in the configured
     /// addresses.
     RedirectedToController(usize),
@@ -230,21 +236,21 @@ impl ConnectionAttemptOrder {
             current_controller_index: 0,
             failed_attempt_count: 0,
             has_controller_answered: false,
-            retry_interval: RETRY_INTERVAL_RANGE.0,
+            retry_interval: CONNECT_RETRY_INTERVAL_RANGE.0,
         }
     }
 
     fn record_answer(&mut self) {
         (self.has_controller_answered, self.failed_attempt_count, self.retry_interval) =
-            (true, 0, RETRY_INTERVAL_RANGE.0);
+            (true, 0, CONNECT_RETRY_INTERVAL_RANGE.0);
     }
 
     /// Records the end of an attempt, and returns the interval before the next attempt.
-    fn record_attempt_end(&mut self, end: &StreamEndReason) -> Duration {
+    fn record_attempt_end(&mut self, end: &ControllerStreamEndReason) -> Duration {
         let had_answered = std::mem::take(&mut self.has_controller_answered);
         self.failed_attempt_count += usize::from(!had_answered);
         match end {
-            StreamEndReason::RedirectedToController(leader) => self.current_controller_index = *leader,
+            ControllerStreamEndReason::RedirectedToController(leader) => self.current_controller_index = *leader,
             // The controller that answered last is tried again, because it probably returns first and has this daemon's
             // state.
             _ if had_answered => {}
@@ -253,13 +259,13 @@ impl ConnectionAttemptOrder {
         let were_all_controllers_tried =
             self.failed_attempt_count > 0 && self.failed_attempt_count.is_multiple_of(self.controller_count);
         match end {
-            StreamEndReason::Rejected => RETRY_INTERVAL_AFTER_REJECTION,
+            ControllerStreamEndReason::RejectedByController => CONNECT_RETRY_INTERVAL_AFTER_REJECTION,
             _ if were_all_controllers_tried => {
                 let retry_pause = self.retry_interval;
-                self.retry_interval = (retry_pause * 2).min(RETRY_INTERVAL_RANGE.1);
+                self.retry_interval = (retry_pause * 2).min(CONNECT_RETRY_INTERVAL_RANGE.1);
                 retry_pause
             }
-            _ => RETRY_INTERVAL_RANGE.0,
+            _ => CONNECT_RETRY_INTERVAL_RANGE.0,
         }
     }
 }

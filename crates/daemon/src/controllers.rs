@@ -100,13 +100,13 @@ mod tests {
     }
 
     #[test]
-    fn key_controller_accepts_an_address_or_a_list() {
+    fn controller_key_accepts_address_or_list() {
         assert_eq!(parse_controllers("\"10.1.0.1:7400\"").unwrap(), "10.1.0.1:7400");
         assert_eq!(parse_controllers("[\"10.1.0.2:7400\", \"[::1]:7400\"]").unwrap(), "10.1.0.2:7400, [::1]:7400");
     }
 
     #[test]
-    fn diagnostics_of_controller_show_expected_value() {
+    fn controller_key_diagnostics_show_expected_value() {
         let expected_address = "an address and a port, as \"10.1.0.1:7400\"";
         let cases = [
             ("\"10.1.0.1\"", format!("1:14: key `controller`: \"10.1.0.1\": expected {expected_address}")),

@@ -16,9 +16,9 @@ use nix::sys::signal::{SigSet, Signal};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
-pub use connection::{ControllerConnection, add_certificate_expiry};
+pub use connection::{ControllerConnection, add_certificate_expiry_metrics};
 pub use controllers::ControllerAddresses;
-pub use service_manager::run_with_watchdog_limit;
+pub use service_manager::run_with_raised_watchdog_limit;
 
 const HANDLED_SIGNALS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
 

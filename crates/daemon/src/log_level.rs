@@ -11,7 +11,7 @@ static DEBUG_LOG_SETTER: OnceLock<DebugLogSetter> = OnceLock::new();
 
 /// Registers the function that sets the log level to debug (true) or back to the initial level (false). Without such a
 /// function, SIGUSR1 and SIGUSR2 have no effect.
-pub fn register_debug_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
+pub fn register_debug_log_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
     let _ = DEBUG_LOG_SETTER.set(Box::new(set_debug));
 }
 

@@ -23,13 +23,13 @@ const OPENMETRICS_MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.
 const MAX_SCRAPE_CONNECTIONS: usize = 8;
 /// Time limit for a connection, from its acceptance to the end of the answer.
 const SCRAPE_CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
-const MAX_HEADER_BYTES: usize = 16 << 10;
+const MAX_SCRAPE_HEADER_BYTES: usize = 16 << 10;
 
 /// Receiver of scrapes (metrics requests) from Prometheus. The daemon answers each with a snapshot of its metrics.
 #[derive(Debug, Default)]
-pub struct ScrapeReceiver(Option<mpsc::Receiver<oneshot::Sender<MetricsSnapshot>>>);
+pub struct MetricsScrapeReceiver(Option<mpsc::Receiver<oneshot::Sender<MetricsSnapshot>>>);
 
-impl ScrapeReceiver {
+impl MetricsScrapeReceiver {
     /// Listens for scrapes at `address`. With `None`, no scrapes arrive.
     pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
         let Some(address) = address else { return Ok(Self(None)) };
@@ -137,7 +137,7 @@ async fn accept_connections<F: Future<Output = Option<MetricsSnapshot>> + 'stati
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(SCRAPE_CONNECTION_TIMEOUT)
-                .max_buf_size(MAX_HEADER_BYTES)
+                .max_buf_size(MAX_SCRAPE_HEADER_BYTES)
                 .keep_alive(false)
                 .serve_connection(TokioIo::new(stream), service);
             // The timeout disconnects clients that are slow or use another protocol.

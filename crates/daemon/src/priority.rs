@@ -8,7 +8,7 @@ const NICENESS_INCREMENT: i32 = 10;
 
 /// Lowers the calling thread's priority. If this fails, logs a warning with the given name of the thread.
 pub fn lower_thread_priority(thread_name: &str) {
-    if let Err(error) = lower_priority() {
+    if let Err(error) = try_lower_thread_priority() {
         tracing::warn!(
             event = "thread-priority-unchanged",
             thread = thread_name,
@@ -20,7 +20,7 @@ pub fn lower_thread_priority(thread_name: &str) {
 
 /// Lowers the priority of the calling thread only, because Linux applies niceness to single threads. With a ninth of
 /// the CPU weight, the thread still releases its locks in time.
-fn lower_priority() -> nix::Result<()> {
+fn try_lower_thread_priority() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
     let setpriority_result = unsafe {
         libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICENESS_INCREMENT)
@@ -37,7 +37,7 @@ mod tests {
         // SAFETY: the call takes numbers only; 0 is the calling thread.
         let read_niceness = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
         let initial_niceness = read_niceness();
-        let lowered_thread = std::thread::spawn(move || lower_priority().map(|()| read_niceness()));
+        let lowered_thread = std::thread::spawn(move || try_lower_thread_priority().map(|()| read_niceness()));
         assert_eq!(lowered_thread.join().unwrap(), Ok((initial_niceness + NICENESS_INCREMENT).min(19)));
         assert_eq!(read_niceness(), initial_niceness);
     }

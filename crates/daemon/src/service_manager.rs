@@ -17,7 +17,7 @@ pub fn notify_stopping() {
 
 /// Runs `work` with the watchdog's time limit raised to `limit`. On a slow machine, the kernel's BPF verifier may take
 /// longer than the configured limit, and a restart would not help.
-pub fn run_with_watchdog_limit<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
+pub fn run_with_raised_watchdog_limit<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let Some(configured_limit) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else {
         return work();
     };

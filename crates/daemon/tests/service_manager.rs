@@ -57,7 +57,7 @@ fn service_manager_receives_ready_watchdog_and_stopping_messages() {
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
     let work = async {
         message_receiver.await?;
-        let result = coreward_daemon::run_with_watchdog_limit(Duration::from_secs(60), || "done");
+        let result = coreward_daemon::run_with_raised_watchdog_limit(Duration::from_secs(60), || "done");
         anyhow::ensure!(result == "done");
         anyhow::bail!("its own reason")
     };

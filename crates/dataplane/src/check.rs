@@ -10,19 +10,19 @@ use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::skel::{OpenSkel as _, Skel as _, SkelBuilder as _};
 use libbpf_rs::{Object, ObjectBuilder, Program};
 
-use crate::dispatch::{self, DispatchPolicy, RequestIdPosition, RequestType};
+use crate::dispatch::{self, DispatchPolicy, PayloadRequestType, RequestIdPosition};
 use crate::skeleton;
 use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
 
 /// Loads the BPF objects with the given names. Returns each object's name and whether the kernel accepted it.
-pub fn load_programs(object_names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
+pub fn try_load_programs(object_names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
     let selected_objects = skeleton::OBJECTS.into_iter().filter(|(name, _)| object_names.contains(name));
     selected_objects.map(|(name, object)| (name, verify_all_variants(name, object).map(drop))).collect()
 }
 
 /// Loads every BPF object of the data plane. Returns each object's name and whether the kernel accepted it.
-pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
+pub fn try_load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
     skeleton::OBJECTS.into_iter().map(|(name, object)| (name, verify_all_variants(name, object).map(drop))).collect()
 }
 
@@ -30,7 +30,7 @@ pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifierCost {
     /// Names of the variant and the program, separated by a comma.
-    pub variant_and_program: String,
+    pub variant_and_program_names: String,
     /// Number of instructions that the verifier processed. The kernel allows 1,000,000 (BPF_COMPLEXITY_LIMIT_INSNS in
     /// include/linux/bpf_verifier.h).
     pub verified_instructions: u32,
@@ -38,7 +38,7 @@ pub struct VerifierCost {
 
 /// Loads every variant of every program, and returns the verification costs. Fails when the kernel rejects a program.
 pub fn measure_verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
-    concatenate_costs(skeleton::OBJECTS.into_iter().map(|(name, object)| verify_all_variants(name, object)))
+    concatenate_verifier_costs(skeleton::OBJECTS.into_iter().map(|(name, object)| verify_all_variants(name, object)))
 }
 
 /// Returns the number of instructions that the verifier has processed for a loaded program. Fails when the kernel does
@@ -63,13 +63,13 @@ fn verify_all_variants(name: &str, object: &[u8]) -> anyhow::Result<Vec<Verifier
                 mode_names.iter().enumerate().map(|(mode, name)| (*name, TABLE_RULE_BIT, 1 << mode));
             let full_variant = ("all", (1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
             let variants = rule_variants.chain(consistency_variants).chain([full_variant]);
-            concatenate_costs(
+            concatenate_verifier_costs(
                 variants.map(|(variant, rule_bits, mode_bits)| verify_lb_variant(variant, rule_bits, mode_bits)),
             )
         }
         "dispatch" => {
             let policy_variants = DispatchPolicy::all().flat_map(|policy| [(policy, false), (policy, true)]);
-            concatenate_costs(policy_variants.map(|(policy, observes_service_times)| {
+            concatenate_verifier_costs(policy_variants.map(|(policy, observes_service_times)| {
                 verify_dispatch_variant(policy, observes_service_times)
                     .with_context(|| format!("with the policy {}", policy.name()))
             }))
@@ -81,7 +81,7 @@ fn verify_all_variants(name: &str, object: &[u8]) -> anyhow::Result<Vec<Verifier
 const STATELESS_MODE_BIT: u32 = 1 << intf::CONSISTENCY_STATELESS;
 const TABLE_RULE_BIT: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 
-fn concatenate_costs(
+fn concatenate_verifier_costs(
     variants: impl Iterator<Item = anyhow::Result<Vec<VerifierCost>>>,
 ) -> anyhow::Result<Vec<VerifierCost>> {
     Ok(variants.collect::<anyhow::Result<Vec<_>>>()?.concat())
@@ -91,7 +91,7 @@ fn verifier_costs_by_program(variant: &str, object: &Object) -> anyhow::Result<V
     let read_verifier_cost = |program: Program<'_>| {
         let variant_and_program_name = format!("{variant}, {}", program.name().to_string_lossy());
         Ok(VerifierCost {
-            variant_and_program: variant_and_program_name,
+            variant_and_program_names: variant_and_program_name,
             verified_instructions: verified_instruction_count(program.as_fd())?,
         })
     };
@@ -99,13 +99,13 @@ fn verifier_costs_by_program(variant: &str, object: &Object) -> anyhow::Result<V
 }
 
 fn verify_dispatch_variant(policy: DispatchPolicy, observes_service_times: bool) -> anyhow::Result<Vec<VerifierCost>> {
-    let unmatched_type = RequestType { payload_value: [1; 8], payload_mask: [0; 8], priority_class: 1 };
+    let unmatched_type = PayloadRequestType { payload_value: [1; 8], payload_mask: [0; 8], priority_class: 1 };
     let options = dispatch::DispatchOptions {
         service_address: (Ipv4Addr::UNSPECIFIED, 53).into(),
         policy,
         request_id_position: observes_service_times.then_some(RequestIdPosition {
-            request_offset: 0,
-            response_offset: 0,
+            offset_in_request: 0,
+            offset_in_response: 0,
             byte_count: 2,
         }),
         type_offset: 0,

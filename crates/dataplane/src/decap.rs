@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::tuple::address_words;
+use coreward_model::tuple::address_to_words;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 
@@ -29,11 +29,11 @@ use crate::per_cpu::sum_over_cpus;
 use crate::skeleton::decap::DecapSkelBuilder;
 
 /// Number of the decapsulation program's counters.
-pub const COUNTER_COUNT: usize = intf::DECAP_COUNTER_COUNT as usize;
+pub const DECAP_COUNTER_COUNT: usize = intf::DECAP_COUNTER_COUNT as usize;
 
 const DECAP_MAP_NAMES: [&str; 3] = ["sources", "vips", "counters"];
 /// Length of an IP address in a map key, in bytes. IPv4 addresses are encoded as in `struct service_key`.
-const ADDRESS_KEY_BYTES: usize = 16;
+const ADDRESS_MAP_KEY_BYTES: usize = 16;
 
 /// XDP program that decapsulates packets, with its maps. The program stays attached after the value is dropped.
 #[derive(Debug)]
@@ -121,7 +121,7 @@ impl DecapProgram {
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`]. They count from the creation of the maps.
-    pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
+    pub fn counters(&self) -> anyhow::Result<[u64; DECAP_COUNTER_COUNT]> {
         sum_over_cpus(&self.counters)
     }
 }
@@ -136,8 +136,9 @@ fn attach_new_link(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Res
 /// Makes an address map contain exactly the `desired_addresses`.
 fn set_map_addresses(map: &MapHandle, desired_addresses: &[IpAddr]) -> anyhow::Result<()> {
     let encode_address_key =
-        |address: &IpAddr| -> [u8; ADDRESS_KEY_BYTES] { zerocopy::transmute!(address_words(*address)) };
-    let desired_keys: BTreeSet<[u8; ADDRESS_KEY_BYTES]> = desired_addresses.iter().map(encode_address_key).collect();
+        |address: &IpAddr| -> [u8; ADDRESS_MAP_KEY_BYTES] { zerocopy::transmute!(address_to_words(*address)) };
+    let desired_keys: BTreeSet<[u8; ADDRESS_MAP_KEY_BYTES]> =
+        desired_addresses.iter().map(encode_address_key).collect();
     let present_keys: Vec<Vec<u8>> = map.keys().collect();
     for present_key in
         present_keys.iter().filter(|key| !desired_keys.iter().any(|desired_key| desired_key[..] == key[..]))
@@ -154,7 +155,7 @@ fn set_map_addresses(map: &MapHandle, desired_addresses: &[IpAddr]) -> anyhow::R
 /// these maps until it is replaced.
 fn remove_ipv4_only_pins(decap_directory: &Path) -> anyhow::Result<()> {
     match MapHandle::from_pinned_path(decap_directory.join(DECAP_MAP_NAMES[0])) {
-        Ok(sources_map) if sources_map.key_size() as usize != ADDRESS_KEY_BYTES => {
+        Ok(sources_map) if sources_map.key_size() as usize != ADDRESS_MAP_KEY_BYTES => {
             DECAP_MAP_NAMES.iter().try_for_each(|name| link::unpin_object(&decap_directory.join(name)))
         }
         _ => Ok(()),

@@ -23,8 +23,8 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle, OpenObject};
 
 pub use options::{
-    DispatchOptions, DispatchPolicy, MAX_REQUEST_TYPES, MAX_RESPONSE_TIMEOUT, QUEUE_POLL_INTERVAL, RequestIdPosition,
-    RequestTimeouts, RequestType, UnknownPolicyName,
+    DispatchOptions, DispatchPolicy, MAX_REQUEST_TYPES, MAX_RESPONSE_TIMEOUT, PayloadRequestType, RequestIdPosition,
+    RequestTimeouts, UnknownDispatchPolicy, WORKER_QUEUE_POLL_INTERVAL,
 };
 pub use request_ledger::{RequestLedger, WorkerRequestCounts};
 
@@ -49,7 +49,7 @@ const DROPS_LINK_PIN: &str = "drops_link";
 /// BPF programs that dispatch one service's requests to its workers. They continue to run after the value is dropped.
 #[derive(Debug)]
 pub struct DispatchPrograms {
-    select_program: OwnedFd,
+    selection_program: OwnedFd,
     response_program: OwnedFd,
     worker_sockets: ReuseportSocketArray,
     slots_by_socket: MapHandle,
@@ -72,7 +72,7 @@ impl DispatchPrograms {
         fs::create_dir_all(pin_directory).with_context(|| pin_directory.display().to_string())?;
         let is_state_taken_over = pin_directory.join(WORKER_SOCKETS_PIN).exists();
         let mut object_storage = MaybeUninit::uninit();
-        let open_skeleton = open_with_pins(&mut object_storage, pin_directory, options)?;
+        let open_skeleton = open_object_with_pins(&mut object_storage, pin_directory, options)?;
         let version_mismatch_error =
             || format!("{} is of another version (end it with --detach first)", pin_directory.display());
         let loaded_skeleton = open_skeleton.load().with_context(|| {
@@ -89,7 +89,7 @@ impl DispatchPrograms {
             attach_response_program(&loaded_skeleton.progs.responses, cgroup, &pin_directory.join(RESPONSES_LINK_PIN))?;
         let drop_link = attach_drop_program(&loaded_skeleton.progs.drops, &pin_directory.join(DROPS_LINK_PIN))?;
         Ok(Self {
-            select_program: loaded_skeleton.progs.dispatch.as_fd().try_clone_to_owned()?,
+            selection_program: loaded_skeleton.progs.dispatch.as_fd().try_clone_to_owned()?,
             response_program: loaded_skeleton.progs.responses.as_fd().try_clone_to_owned()?,
             worker_sockets: ReuseportSocketArray::new(
                 (&loaded_skeleton.maps.workers).try_into()?,
@@ -115,8 +115,8 @@ impl DispatchPrograms {
     }
 
     /// Returns the file descriptor of the program that selects a worker's socket for each request.
-    pub fn select_program(&self) -> BorrowedFd<'_> {
-        self.select_program.as_fd()
+    pub fn selection_program_fd(&self) -> BorrowedFd<'_> {
+        self.selection_program.as_fd()
     }
 
     /// Returns the file descriptor of the program that observes the workers' responses.
@@ -132,7 +132,7 @@ impl DispatchPrograms {
     /// Attaches the selecting program to the SO_REUSEPORT group that contains `socket`, and replaces the group's
     /// program. Fails when the socket is in no such group.
     pub fn attach_to_socket_group(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        reuseport::attach_to_group(self.select_program.as_fd(), socket)
+        reuseport::attach_to_reuseport_group(self.selection_program.as_fd(), socket)
     }
 
     /// Returns the cookie of each worker's socket, by slot. The kernel removes a closed socket from its slot.
@@ -165,7 +165,7 @@ impl DispatchPrograms {
         let used_slots: Vec<u32> = self.socket_cookies_by_slot().into_keys().collect();
         let class_bounds = limits_for_worker_count(used_slots.len().max(1) as u16);
         let limits_by_class: Vec<Vec<u32>> =
-            (0..MAX_PRIORITY_CLASSES as u8).map(|class| class_bounds.bounds_for_class(class).to_vec()).collect();
+            (0..MAX_PRIORITY_CLASSES as u8).map(|class| class_bounds.core_bounds_for_class(class).to_vec()).collect();
         // The policy jsq reads only the limit of slot 0, even if that slot has no worker.
         let slot_0_limit = (self.policy == DispatchPolicy::ShortestQueue).then(|| limits_by_class[0][0]);
         self.ledger.set_request_limits(&used_slots, &limits_by_class, slot_0_limit);
@@ -179,9 +179,10 @@ impl DispatchPrograms {
         }
     }
 
-    /// Maintains the service. It must be called once per [`QUEUE_POLL_INTERVAL`]. Reads the lengths of the sockets'
-    /// queues, abandons requests without a response, and disables workers that do not read. Returns whether a worker
-    /// has died since the last call. `now` may come from any monotonic clock. Fails when the queues cannot be read.
+    /// Maintains the service. It must be called once per [`WORKER_QUEUE_POLL_INTERVAL`]. Reads the lengths of the
+    /// sockets' queues, abandons requests without a response, and disables workers that do not read. Returns whether a
+    /// worker has died since the last call. `now` may come from any monotonic clock. Fails when the queues cannot be
+    /// read.
     pub fn maintain_service(&mut self, now: Duration, timeouts: &RequestTimeouts) -> anyhow::Result<bool> {
         self.ledger.increment_request_ages();
         self.update_queue_counts()?;
@@ -200,8 +201,8 @@ impl DispatchPrograms {
 }
 
 /// Removes all pins in `pin_directory`, and thus all programs except the one attached to the sockets' SO_REUSEPORT
-/// group ([`reuseport::detach_from_group`]). The sockets may then join another array, and responses are no longer
-/// observed. Fails when a pin or a program cannot be removed.
+/// group ([`reuseport::detach_from_reuseport_group`]). The sockets may then join another array, and responses are no
+/// longer observed. Fails when a pin or a program cannot be removed.
 pub fn remove_pins_and_programs(pin_directory: &Path) -> anyhow::Result<()> {
     if let Ok(map) = MapHandle::from_pinned_path(pin_directory.join(WORKER_SOCKETS_PIN)) {
         let worker_sockets = ReuseportSocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
@@ -255,7 +256,7 @@ pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
 
 /// Opens the BPF object without loading it. Sets its constants from `options`, and the paths at which its maps are or
 /// will be pinned.
-fn open_with_pins<'obj>(
+fn open_object_with_pins<'obj>(
     storage: &'obj mut MaybeUninit<OpenObject>,
     pin_directory: &Path,
     options: &DispatchOptions,
@@ -283,8 +284,8 @@ pub(crate) fn set_program_constants(
     constants.observes_service_times = options.measures_service_times;
     if let Some(id_position) = options.request_id_position {
         constants.request_id_bytes = id_position.byte_count.into();
-        constants.request_id_offset = id_position.request_offset.into();
-        constants.response_id_offset = id_position.response_offset.into();
+        constants.request_id_offset = id_position.offset_in_request.into();
+        constants.response_id_offset = id_position.offset_in_response.into();
     }
     constants.type_count = options.request_types.len() as u32;
     constants.type_offset = options.type_offset.into();

@@ -16,11 +16,12 @@ const ETHTOOL_SFLAGS: u32 = 0x26;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
-/// Bit of [`offload_flags`] that is set if the device strips VLAN tags from received packets.
+/// Bit of [`read_offload_flags`] that is set if the device strips VLAN tags from received packets.
 pub const ETH_FLAG_RXVLAN: u32 = 1 << 8;
-/// Bit of [`offload_flags`] that is set if the device merges received packets (LRO), which then cannot be forwarded.
+/// Bit of [`read_offload_flags`] that is set if the device merges received packets (LRO), which then cannot be
+/// forwarded.
 pub const ETH_FLAG_LRO: u32 = 1 << 15;
-/// Bit of [`offload_flags`] that is set if the device applies flow steering rules, as accelerated RFS requires.
+/// Bit of [`read_offload_flags`] that is set if the device applies flow steering rules, as accelerated RFS requires.
 pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 
 /// Performs one ethtool ioctl on a device. `request` contains the command as 32-bit words, and receives the answer.
@@ -39,7 +40,7 @@ pub unsafe fn ethtool_ioctl(interface: &str, request: &mut [u32]) -> io::Result<
 
 /// Returns a device's offload flags, whose bits are those of `enum ethtool_flags`. Fails when the driver does not
 /// report them.
-pub fn offload_flags(interface: &str) -> io::Result<u32> {
+pub fn read_offload_flags(interface: &str) -> io::Result<u32> {
     let mut flags_request = [ETHTOOL_GFLAGS, 0];
     // SAFETY: struct ethtool_value has two words.
     unsafe { ethtool_ioctl(interface, &mut flags_request) }?;
@@ -68,14 +69,14 @@ pub(crate) fn ifreq_for_interface(interface: &str) -> io::Result<libc::ifreq> {
 /// Returns up to `max_strings` names from one of the driver's string sets (`enum ethtool_stringset`). Fails when the
 /// device does not exist, or its driver has no such set.
 pub fn driver_string_set(interface: &str, set_id: u32, max_strings: u32) -> io::Result<Vec<String>> {
-    const STRING_U32_COUNT: usize = 8;
+    const ETHTOOL_STRING_U32_COUNT: usize = 8;
     // struct ethtool_sset_info consists of cmd, reserved, sset_mask (64 bits) and a count for each requested set.
     let mut set_info_request = [ETHTOOL_GSSET_INFO, 0, 1 << set_id, 0, 0];
     // SAFETY: one set is asked for, and there is room for its count.
     unsafe { ethtool_ioctl(interface, &mut set_info_request) }?;
     let string_count = set_info_request[4].min(max_strings);
     // struct ethtool_gstrings consists of cmd, string_set, len and names of 32 bytes. The kernel writes all names.
-    let mut strings_request = vec![0; 3 + set_info_request[4] as usize * STRING_U32_COUNT];
+    let mut strings_request = vec![0; 3 + set_info_request[4] as usize * ETHTOOL_STRING_U32_COUNT];
     strings_request[..3].copy_from_slice(&[ETHTOOL_GSTRINGS, set_id, set_info_request[4]]);
     // SAFETY: there is room for as many names as the driver has.
     unsafe { ethtool_ioctl(interface, &mut strings_request) }?;
@@ -84,7 +85,7 @@ pub fn driver_string_set(interface: &str, set_id: u32, max_strings: u32) -> io::
             string_words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     };
-    Ok(strings_request[3..].chunks(STRING_U32_COUNT).take(string_count as usize).map(decode_string).collect())
+    Ok(strings_request[3..].chunks(ETHTOOL_STRING_U32_COUNT).take(string_count as usize).map(decode_string).collect())
 }
 
 /// Returns the names and values of the driver's counters (`ethtool -S`), or an empty list if the driver has none.
@@ -127,7 +128,7 @@ fn filter_xdp_transmit_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)
 /// Returns the number of a device's receive queues, including combined queues (`ethtool -l`). Fails when the driver
 /// does not report it.
 pub fn receive_queue_count(interface: &str) -> io::Result<u16> {
-    queue_counts(interface).map(|channels| channels.receive_queues)
+    device_queue_counts(interface).map(|channels| channels.receive_queues)
 }
 
 /// Numbers of a device's receive and transmit queues (`ethtool -l`). Combined queues count in both numbers.
@@ -142,7 +143,7 @@ pub struct DeviceQueueCounts {
 }
 
 /// Returns the numbers of a device's receive and transmit queues. Fails when the driver does not report them.
-pub fn queue_counts(interface: &str) -> io::Result<DeviceQueueCounts> {
+pub fn device_queue_counts(interface: &str) -> io::Result<DeviceQueueCounts> {
     // struct ethtool_channels consists of cmd, max_{rx,tx,other,combined} and {rx,tx,other,combined}_count.
     let mut channels_request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
     // SAFETY: the struct has nine words.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::tuple::address_words;
+use coreward_model::tuple::address_to_words;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::IntoBytes as _;
@@ -34,7 +34,7 @@ pub struct NatConnection {
 
 impl NatConnection {
     /// Returns the NAT table's key and value for each direction of the connection, in network byte order.
-    fn map_entries(&self) -> [(intf::nat_entry, intf::nat_address); 2] {
+    fn nat_table_entries(&self) -> [(intf::nat_entry, intf::nat_address); 2] {
         let nat_entry_key = |address: IpAddr| intf::nat_entry {
             address: to_nat_address(address),
             port: self.server_port.to_be(),
@@ -49,13 +49,13 @@ impl NatConnection {
 
 /// Converts an IP address to the BPF programs' layout.
 fn to_nat_address(address: IpAddr) -> intf::nat_address {
-    intf::nat_address { word: address_words(address) }
+    intf::nat_address { word: address_to_words(address) }
 }
 
 /// BPF programs that rewrite the addresses of health check connections. They are attached to a device until the value
 /// is dropped.
 #[derive(Debug)]
-pub struct NatPrograms {
+pub struct HealthCheckNatPrograms {
     nat_table: Arc<NatTable>,
     _attachments: [TemporaryTcAttachment; 2],
 }
@@ -64,7 +64,7 @@ pub struct NatPrograms {
 #[derive(Debug)]
 pub struct NatTable(MapHandle);
 
-impl NatPrograms {
+impl HealthCheckNatPrograms {
     /// Loads the programs and attaches them to an interface. Fails when the interface does not exist, or the kernel
     /// rejects a program.
     pub fn attach(interface: &str) -> anyhow::Result<Self> {
@@ -102,7 +102,7 @@ impl NatTable {
     /// Adds a connection, whose packets then reach the server with the VIP as destination address. Fails above
     /// [`MAX_NAT_CONNECTIONS`] connections.
     pub fn add_connection(&self, connection: &NatConnection) -> anyhow::Result<()> {
-        for (key, translated_address) in connection.map_entries() {
+        for (key, translated_address) in connection.nat_table_entries() {
             self.0
                 .update(key.as_bytes(), translated_address.as_bytes(), MapFlags::ANY)
                 .context("a path for a health check")?;
@@ -112,7 +112,7 @@ impl NatTable {
 
     /// Removes a connection from the table.
     pub fn remove_connection(&self, connection: &NatConnection) {
-        for (key, _) in connection.map_entries() {
+        for (key, _) in connection.nat_table_entries() {
             if let Err(error) = self.0.delete(key.as_bytes()) {
                 tracing::debug!(
                     event = "nat-entry-not-removed",

@@ -14,11 +14,11 @@ use coreward_intf as intf;
 use crate::ethtool;
 use crate::lb::AttachedXdpMode;
 use crate::lb::device::interface_mac;
-use program::IntakeProgram;
-use queue::{FrameCopyMode, XdpQueue};
+use program::RequestIntakeProgram;
+use queue::{AfXdpQueue, FrameCopyMode};
 
 /// Total length of an Ethernet header, an IPv4 header without options and a UDP header, in bytes.
-const FRAME_HEADERS_BYTES: usize = 14 + 20 + 8;
+const UDP_FRAME_HEADERS_BYTES: usize = 14 + 20 + 8;
 
 /// UDP datagram with a request, parsed from a received frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +35,7 @@ impl<'f> RequestDatagram<'f> {
     /// Parses a frame whose headers the XDP program has checked. Returns `None` if the frame is shorter than its
     /// headers indicate.
     pub fn parse(frame: &'f [u8]) -> Option<Self> {
-        let (headers, payload_and_padding) = frame.split_first_chunk::<FRAME_HEADERS_BYTES>()?;
+        let (headers, payload_and_padding) = frame.split_first_chunk::<UDP_FRAME_HEADERS_BYTES>()?;
         let ipv4_address_at = |offset: usize| {
             Ipv4Addr::from_bits(u32::from_be_bytes(headers[offset..offset + 4].try_into().expect("four")))
         };
@@ -53,10 +53,10 @@ impl<'f> RequestDatagram<'f> {
 /// are closed when the value is dropped or the process ends.
 #[derive(Debug)]
 pub struct DatagramIntake {
-    program: IntakeProgram,
-    queues: Vec<XdpQueue>,
-    received_datagrams: u64,
-    malformed_datagrams: u64,
+    program: RequestIntakeProgram,
+    queues: Vec<AfXdpQueue>,
+    received_datagram_count: u64,
+    malformed_datagram_count: u64,
 }
 
 impl DatagramIntake {
@@ -75,17 +75,17 @@ impl DatagramIntake {
             queue_count <= max_queues,
             "interface {interface:?} has {queue_count} receive queues: expected at most {max_queues}"
         );
-        let mut program = IntakeProgram::load(interface_mac, listeners)?;
+        let mut program = RequestIntakeProgram::load(interface_mac, listeners)?;
         let attachment = program.attach(interface_index).with_context(|| format!("interface {interface:?}"))?;
         let mut queues = Vec::new();
         for queue_id in 0..queue_count {
-            let xdp_queue = XdpQueue::bind_socket(interface_index, queue_id, attachment == AttachedXdpMode::Native);
+            let xdp_queue = AfXdpQueue::bind_socket(interface_index, queue_id, attachment == AttachedXdpMode::Native);
             let xdp_queue =
                 xdp_queue.with_context(|| format!("AF_XDP at receive queue {queue_id} of interface {interface:?}"))?;
             program.set_queue_socket(queue_id, xdp_queue.as_fd())?;
             queues.push(xdp_queue);
         }
-        Ok(Self { program, queues, received_datagrams: 0, malformed_datagrams: 0 })
+        Ok(Self { program, queues, received_datagram_count: 0, malformed_datagram_count: 0 })
     }
 
     /// Returns the method by which frames get into the sockets' memory: zero-copy only if all queues use it.
@@ -97,7 +97,8 @@ impl DatagramIntake {
     /// Receives a batch of frames from each queue, and passes their requests to `handle_request`. Returns the number of
     /// received frames. Fails when the driver cannot be woken.
     pub fn receive_batches(&mut self, handle_request: &mut impl FnMut(RequestDatagram<'_>)) -> io::Result<usize> {
-        let Self { queues, received_datagrams: received_count, malformed_datagrams: malformed_count, .. } = self;
+        let Self { queues, received_datagram_count: received_count, malformed_datagram_count: malformed_count, .. } =
+            self;
         let mut frame_count = 0;
         for queue in queues {
             frame_count += queue.receive_batch(&mut |frame| match RequestDatagram::parse(frame) {
@@ -113,12 +114,12 @@ impl DatagramIntake {
 
     /// Returns the AF_XDP sockets, on which a caller can wait for requests.
     pub fn socket_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.queues.iter().map(XdpQueue::as_fd)
+        self.queues.iter().map(AfXdpQueue::as_fd)
     }
 
     /// Checks that the device of the sockets still exists. Fails when it was removed.
     pub fn check_device_exists(&self) -> io::Result<()> {
-        self.queues.iter().try_for_each(XdpQueue::check_device_exists)
+        self.queues.iter().try_for_each(AfXdpQueue::check_device_exists)
     }
 
     /// Returns the names and values of all counters. Each redirected datagram is counted as either received or dropped.
@@ -126,15 +127,15 @@ impl DatagramIntake {
         let mut counters: Vec<_> = program::COUNTER_NAMES.into_iter().zip(self.program.counters()?).collect();
         let (mut ring_full_drops, mut no_buffer_drops) = (0, 0);
         for queue in &self.queues {
-            let drop_counts = queue.drop_counts()?;
-            ring_full_drops += drop_counts.receive_ring_full;
-            no_buffer_drops += drop_counts.fill_ring_empty;
+            let drop_counts = queue.dropped_frame_counts()?;
+            ring_full_drops += drop_counts.receive_ring_full_count;
+            no_buffer_drops += drop_counts.fill_ring_empty_count;
         }
         counters.extend([
-            ("received", self.received_datagrams),
+            ("received", self.received_datagram_count),
             ("dropped_ring_full", ring_full_drops),
             ("dropped_no_buffer", no_buffer_drops),
-            ("dropped_malformed", self.malformed_datagrams),
+            ("dropped_malformed", self.malformed_datagram_count),
         ]);
         Ok(counters)
     }
@@ -146,7 +147,7 @@ mod tests {
 
     #[test]
     fn ethernet_padding_is_not_part_of_the_datagram() {
-        let mut frame = vec![0; FRAME_HEADERS_BYTES];
+        let mut frame = vec![0; UDP_FRAME_HEADERS_BYTES];
         frame[26..34].copy_from_slice(&[192, 0, 2, 1, 192, 0, 2, 2]);
         frame[34..40].copy_from_slice(&[0x12, 0x34, 0x0f, 0xa0, 0, 8 + 3]);
         assert_eq!(RequestDatagram::parse(&frame), None, "the payload is missing");

@@ -54,10 +54,10 @@ use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
-pub use counters::{COUNTER_COUNT, EVENT_KIND_COUNT, PacketCounters};
+pub use counters::{LB_COUNTER_COUNT, LB_EVENT_KIND_COUNT, PacketCounters};
 pub(crate) use device::interface_mac;
 pub use lb_stamping::{ServerClockMeasurements, ServerClockState, ServerIdTooLarge, StampedPacketCounts};
-pub use pinned::{PinnedServers, pinned_program_id, take_over_problem};
+pub use pinned::{PinnedServers, find_takeover_problem, pinned_program_id};
 pub use services::ServiceSettingsError;
 pub use tables::PlacementTableError;
 pub use tunnels::{OuterSourceAddresses, ServerTunnel};
@@ -67,7 +67,7 @@ use crate::rcu::{GracePeriodTicket, GracePeriodWaiter};
 use connections::ConnectionTableOccupancy;
 use link::XdpLink;
 use load::LoadedLbProgram;
-use program::{LoadBalancerMaps, MapSizes};
+use program::{BpfMapSizes, LoadBalancerMaps};
 use services::ForwardedService;
 use variant::ProgramVariant;
 
@@ -233,7 +233,7 @@ pub struct LoadBalancer {
     attached_interface: Option<String>,
     services: BTreeMap<ServiceAddress, ForwardedService>,
     /// Addresses of services by index, for all indexes used since the process started.
-    services_by_index: Vec<Option<ServiceAddress>>,
+    service_addresses_by_index: Vec<Option<ServiceAddress>>,
     /// Last known source MAC address in the replies of each server with LB-side stamping.
     lb_stamped_macs: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     server_vlans: BTreeSet<Vlan>,
@@ -245,7 +245,7 @@ pub struct LoadBalancer {
     connection_table_occupancy: ConnectionTableOccupancy,
     is_state_taken_over: bool,
     /// Link of another version's program, whose maps have another layout. That program forwards until the upgrade.
-    pending_upgrade: Option<XdpLink>,
+    old_program_link: Option<XdpLink>,
 }
 
 impl LoadBalancer {
@@ -255,17 +255,17 @@ impl LoadBalancer {
     /// kernel rejects the program. Also fails when the flow table's size is out of range, or the pinned connection
     /// table cannot get the requested size.
     pub fn load(options: LoadBalancerOptions) -> anyhow::Result<Self> {
-        let map_sizes = MapSizes::new(options.flow_table_entry_count, options.connection_table_size)?;
+        let map_sizes = BpfMapSizes::new(options.flow_table_entry_count, options.connection_table_size)?;
         let lb_directory = options.pin_directory.as_deref().map(pin_directory::ensure_lb_directory).transpose()?;
         let grace_periods = GracePeriodWaiter::start()?;
-        let LoadedLbProgram { maps, variant, program, services, xdp_link, pending_upgrade } =
+        let LoadedLbProgram { maps, variant, program, services, xdp_link, old_program_link: pending_upgrade } =
             LoadedLbProgram::load(&options, map_sizes, lb_directory.as_deref())?;
         let is_state_taken_over = xdp_link.is_some();
         let lb_stamped_macs =
             if is_state_taken_over { lb_stamping::read_lb_stamped_macs(&maps)? } else { BTreeMap::new() };
         Ok(Self {
             connection_table_occupancy: ConnectionTableOccupancy::count_used_entries(&maps),
-            services_by_index: service_addresses_by_index(&services),
+            service_addresses_by_index: service_addresses_by_index(&services),
             // Objects may have been released just before the take-over, so the first write waits for a grace period.
             service_directory_grace_ticket: grace_periods.request_ticket(),
             grace_periods,
@@ -280,7 +280,7 @@ impl LoadBalancer {
             server_vlans: BTreeSet::new(),
             sweep_start_index: 0,
             is_state_taken_over,
-            pending_upgrade,
+            old_program_link: pending_upgrade,
         })
     }
 
@@ -295,20 +295,20 @@ impl LoadBalancer {
         }
         self.program = program;
         self.variant = variant;
-        let counts_by_cpu = u64::from(variant.counts_by_cpu);
+        let counts_by_cpu = u64::from(variant.has_per_cpu_counters);
         self.maps.state.store(offset_of!(intf::lb_state, counters_by_cpu), counts_by_cpu);
         Ok(())
     }
 
     /// Returns whether another version's program still forwards until [`commit_upgrade`](Self::commit_upgrade).
     pub fn is_upgrade_pending(&self) -> bool {
-        self.pending_upgrade.is_some()
+        self.old_program_link.is_some()
     }
 
     /// Replaces another version's program without losing packets, if such a program still forwards. It must be called
     /// as soon as this program's tables are complete. Fails when the kernel rejects the program or the pins.
     pub fn commit_upgrade(&mut self) -> anyhow::Result<()> {
-        let Some(link) = self.pending_upgrade.take() else { return Ok(()) };
+        let Some(link) = self.old_program_link.take() else { return Ok(()) };
         link.replace_program(self.program.as_fd()).context("replacing the program at the device")?;
         if let Some(pins) = &self.lb_directory {
             program::unpin_maps(pins)?;
@@ -347,12 +347,12 @@ impl LoadBalancer {
             program::unpin_maps_and_directory(pins)?;
         }
         self.xdp_link = None;
-        self.pending_upgrade = None;
+        self.old_program_link = None;
         Ok(())
     }
 
     fn service_address(&self, index: ServiceIndex) -> &ServiceAddress {
-        self.services_by_index[usize::from(index.0)].as_ref().expect("an index that set_services returned")
+        self.service_addresses_by_index[usize::from(index.0)].as_ref().expect("an index that set_services returned")
     }
 
     fn service(&self, index: ServiceIndex) -> &ForwardedService {

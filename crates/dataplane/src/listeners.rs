@@ -22,7 +22,7 @@ pub struct ServiceSocket {
     /// Inode number of the socket.
     pub inode: SocketInode,
     /// Number of the process's file descriptor for the socket.
-    pub descriptor_number: i32,
+    pub file_descriptor: i32,
     /// Id of the process that has the socket.
     pub pid: i32,
     /// CPUs on which the process may run.
@@ -33,7 +33,7 @@ pub struct ServiceSocket {
 /// listen on the wildcard address with the same port, which the kernel then uses. Fails when the kernel's list of
 /// sockets cannot be read.
 pub fn tcp_listener_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketInode>> {
-    Ok(find_reached_socket_inodes(address, &sockets::counts::list_listening_sockets()?))
+    Ok(find_receiving_socket_inodes(address, &sockets::counts::list_listening_sockets()?))
 }
 
 /// Returns the inodes of unconnected UDP sockets that are bound to `address`. If there are none, returns those bound to
@@ -45,12 +45,15 @@ pub fn udp_socket_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketI
     let mut unconnected_sockets = read_proc_sockets("udp", UNCONNECTED_UDP_STATE)?;
     // A kernel without IPv6 has no /proc/net/udp6.
     unconnected_sockets.extend(read_proc_sockets("udp6", UNCONNECTED_UDP_STATE).unwrap_or_default());
-    Ok(find_reached_socket_inodes(address, &unconnected_sockets))
+    Ok(find_receiving_socket_inodes(address, &unconnected_sockets))
 }
 
 /// Returns the inodes of those `sockets` that get packets to `address`. These are the sockets bound to this address or,
 /// if there are none, to the same port on a wildcard address.
-pub fn find_reached_socket_inodes(address: SocketAddr, sockets: &[(SocketAddr, SocketInode)]) -> BTreeSet<SocketInode> {
+pub fn find_receiving_socket_inodes(
+    address: SocketAddr,
+    sockets: &[(SocketAddr, SocketInode)],
+) -> BTreeSet<SocketInode> {
     let wildcard_ipv4 = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port());
     let wildcard_ipv6 = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
     let bound_addresses: &[SocketAddr] =
@@ -67,7 +70,7 @@ fn read_proc_sockets(proc_file_name: &str, state: &str) -> anyhow::Result<Vec<(S
     let mut sockets = Vec::new();
     for line in BufReader::new(File::open(&proc_path).with_context(|| proc_path.clone())?).lines().skip(1) {
         let line = line.with_context(|| proc_path.clone())?;
-        match parse_proc_line(&line) {
+        match parse_proc_socket_line(&line) {
             Some((socket, socket_state, inode)) if socket_state == state => sockets.push((socket, inode)),
             _ => {}
         }
@@ -76,7 +79,7 @@ fn read_proc_sockets(proc_file_name: &str, state: &str) -> anyhow::Result<Vec<(S
 }
 
 /// Parses a line of /proc/net/tcp, udp or udp6. Returns the socket's local address, state and inode.
-fn parse_proc_line(line: &str) -> Option<(SocketAddr, &str, SocketInode)> {
+fn parse_proc_socket_line(line: &str) -> Option<(SocketAddr, &str, SocketInode)> {
     let mut line_fields = line.split_whitespace();
     let (local_address, state) = (line_fields.nth(1)?, line_fields.nth(1)?);
     let inode = line_fields.nth(5)?.parse().ok()?;
@@ -107,7 +110,7 @@ pub fn find_processes_waiting_with_epoll(inodes: &BTreeSet<SocketInode>) -> anyh
                 let cpu_affinity = process_cpu_affinity(pid);
                 sockets_by_inode.entry(inode).or_insert(ServiceSocket {
                     inode,
-                    descriptor_number: descriptor,
+                    file_descriptor: descriptor,
                     pid,
                     cpu_affinity,
                 });
@@ -146,7 +149,7 @@ pub fn find_owning_processes(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<V
     let mut sockets_by_process: Vec<(i32, Vec<(SocketInode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-        let mut open_sockets = open_sockets(&entry.path()).unwrap_or_default();
+        let mut open_sockets = list_open_sockets(&entry.path()).unwrap_or_default();
         open_sockets.retain(|(inode, _)| inodes.contains(inode));
         if !open_sockets.is_empty() {
             sockets_by_process.push((pid, open_sockets));
@@ -158,7 +161,7 @@ pub fn find_owning_processes(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<V
         for (inode, descriptor) in open_sockets {
             sockets_by_inode.entry(inode).or_insert_with(|| ServiceSocket {
                 inode,
-                descriptor_number: descriptor,
+                file_descriptor: descriptor,
                 pid,
                 cpu_affinity: process_cpu_affinity(pid),
             });
@@ -167,7 +170,7 @@ pub fn find_owning_processes(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<V
     Ok(sockets_by_inode.into_values().collect())
 }
 
-fn open_sockets(process: &Path) -> std::io::Result<Vec<(SocketInode, i32)>> {
+fn list_open_sockets(process: &Path) -> std::io::Result<Vec<(SocketInode, i32)>> {
     let parse_descriptor_entry = |entry: fs::DirEntry| {
         let link_target = fs::read_link(entry.path()).ok()?;
         let inode = link_target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()?;
@@ -192,8 +195,8 @@ pub fn duplicate_process_socket(socket: &ServiceSocket) -> anyhow::Result<OwnedF
     let pidfd = fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_open, socket.pid, 0) })
         .with_context(|| format!("process {}", socket.pid))?;
     // SAFETY: takes no pointers.
-    fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), socket.descriptor_number, 0) })
-        .with_context(|| format!("descriptor {} of process {}", socket.descriptor_number, socket.pid))
+    fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), socket.file_descriptor, 0) })
+        .with_context(|| format!("descriptor {} of process {}", socket.file_descriptor, socket.pid))
 }
 
 #[cfg(test)]
@@ -207,14 +210,14 @@ mod tests {
     fn proc_and_fdinfo_lines_are_parsed() {
         let listening_line =
             "   0: 0100C80A:0050 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 23103 1";
-        assert_eq!(parse_proc_line(listening_line), Some(("10.200.0.1:80".parse().unwrap(), "0A", 23103)));
+        assert_eq!(parse_proc_socket_line(listening_line), Some(("10.200.0.1:80".parse().unwrap(), "0A", 23103)));
         let unconnected_line = " 3175: 00000000000000000000000000000000:0035 00000000000000000000000000000000:0000 07 \
                            00000000:00000000 00:00000000 00000000     0        0 3190 2 0000000000000000 0";
-        assert_eq!(parse_proc_line(unconnected_line), Some(("[::]:53".parse().unwrap(), "07", 3190)));
+        assert_eq!(parse_proc_socket_line(unconnected_line), Some(("[::]:53".parse().unwrap(), "07", 3190)));
         let loopback_line =
             "0: 00000000000000000000000001000000:0035 00000000000000000000000000000000:0000 07 0:0 0:0 0 0 0 7 2";
-        assert_eq!(parse_proc_line(loopback_line), Some(("[::1]:53".parse().unwrap(), "07", 7)));
-        assert_eq!(parse_proc_line("sl local_address"), None);
+        assert_eq!(parse_proc_socket_line(loopback_line), Some(("[::1]:53".parse().unwrap(), "07", 7)));
+        assert_eq!(parse_proc_socket_line("sl local_address"), None);
         let epoll_line = "tfd:        8 events:     2019 data:     7f0e64a2c010  pos:0 ino:5a3f sdev:9";
         assert_eq!(parse_epoll_member(epoll_line), Some((0x5a3f, 8)));
         assert_eq!(parse_epoll_member("pos:\t0"), None);
@@ -236,7 +239,7 @@ mod tests {
         let epoll_waiters = find_processes_waiting_with_epoll(&inodes).unwrap();
         assert_eq!(epoll_waiters.len(), 1, "{epoll_waiters:?}");
         assert_eq!(
-            (epoll_waiters[0].pid, epoll_waiters[0].descriptor_number),
+            (epoll_waiters[0].pid, epoll_waiters[0].file_descriptor),
             (std::process::id() as i32, socket.as_raw_fd())
         );
         assert!(!epoll_waiters[0].cpu_affinity.is_empty());
@@ -252,7 +255,7 @@ mod tests {
         assert_eq!(find_processes_waiting_with_epoll(&inodes).unwrap(), []);
         let owners = find_owning_processes(&inodes).unwrap();
         assert_eq!(owners.len(), 1, "{owners:?}");
-        assert_eq!((owners[0].pid, owners[0].descriptor_number), (std::process::id() as i32, socket.as_raw_fd()));
+        assert_eq!((owners[0].pid, owners[0].file_descriptor), (std::process::id() as i32, socket.as_raw_fd()));
     }
 
     #[test]
@@ -262,7 +265,7 @@ mod tests {
                 .map(|(socket, inode)| (socket.parse().unwrap(), inode))
                 .to_vec();
         let reached_inodes = |address: &str| {
-            find_reached_socket_inodes(address.parse().unwrap(), &sockets).into_iter().collect::<Vec<_>>()
+            find_receiving_socket_inodes(address.parse().unwrap(), &sockets).into_iter().collect::<Vec<_>>()
         };
         assert_eq!(reached_inodes("10.0.0.1:53"), [1]);
         assert_eq!(reached_inodes("10.0.0.2:53"), [2]);

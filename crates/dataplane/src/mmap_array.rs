@@ -102,7 +102,7 @@ impl<T: ?Sized> MmapArray<T> {
 
     /// Returns the 32-bit word at byte `offset` as an atomic integer. Panics when `offset` is not a multiple of 4 or is
     /// out of bounds.
-    pub fn word32(&self, offset: usize) -> &AtomicU32 {
+    pub fn atomic_u32(&self, offset: usize) -> &AtomicU32 {
         assert!(
             offset.is_multiple_of(HALF_WORD_BYTES) && offset + HALF_WORD_BYTES <= self.length_bytes.get(),
             "no 32-bit word at {offset}"
@@ -113,7 +113,7 @@ impl<T: ?Sized> MmapArray<T> {
 
     /// Returns the 64-bit word at byte `offset` as an atomic integer. Panics when `offset` is not a multiple of 8 or is
     /// out of bounds.
-    pub fn word(&self, offset: usize) -> &AtomicU64 {
+    pub fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
         &self.words_in_range(offset, WORD_BYTES)[0]
     }
 

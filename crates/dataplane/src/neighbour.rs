@@ -30,9 +30,9 @@ use crate::mac::MacAddress;
 use crate::vlan_device;
 
 /// Interval between probes of a neighbour whose MAC address is resolved.
-pub const RESOLVED_PROBE_INTERVAL: Duration = Duration::from_secs(1);
+pub const RESOLVED_NEIGHBOUR_PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between probes of a neighbour whose MAC address is unresolved.
-pub const UNRESOLVED_PROBE_INTERVAL: Duration = Duration::from_millis(250);
+pub const UNRESOLVED_NEIGHBOUR_PROBE_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of probes in a burst, after which replies are read. With [`PROBE_BURST_INTERVAL`], it limits the rate
 /// to 32,000 probes per second. This rate suffices to probe 10,000 servers within a third of a second, but does not
 /// flood switches or servers.
@@ -40,12 +40,12 @@ pub const PROBES_PER_BURST: usize = 32;
 /// Minimum time between two bursts of probes.
 pub const PROBE_BURST_INTERVAL: Duration = Duration::from_millis(1);
 /// Number of consecutive unanswered probes after which a neighbour counts as unresolved.
-pub const MAX_MISSED_PROBES: u32 = 4;
+pub const MAX_MISSED_NEIGHBOUR_PROBES: u32 = 4;
 
 /// Length in bytes of an Ethernet frame with an ARP packet for IPv4.
 pub const ARP_FRAME_BYTES: usize = 42;
 /// Maximum number of frames that are read before probes are sent again.
-const MAX_FRAMES_PER_BURST: usize = 256;
+const MAX_REPLY_FRAMES_PER_BURST: usize = 256;
 const ETHERTYPE_ARP: u16 = 0x0806;
 const ETHERTYPE_VLAN: u16 = 0x8100;
 /// First bytes of an ARP packet, with the hardware type Ethernet, the protocol IPv4, and the address lengths 6 and 4.
@@ -72,14 +72,14 @@ pub struct NeighbourProbe {
 #[derive(Debug, Clone)]
 struct NeighbourState {
     mac: Option<MacAddress>,
-    missed_probes: u32,
+    missed_probe_count: u32,
     next_probe_time: Duration,
 }
 
 /// State of all neighbours and the schedule of their probes. All times must be from the same monotonic clock.
 #[derive(Debug, Clone, Default)]
 pub struct ProbedNeighbours {
-    by_address: BTreeMap<IpAddr, NeighbourState>,
+    states_by_address: BTreeMap<IpAddr, NeighbourState>,
     /// Next probe time and address of each neighbour, sorted by time.
     probe_schedule: BTreeSet<(Duration, IpAddr)>,
 }
@@ -88,25 +88,30 @@ impl ProbedNeighbours {
     /// Sets the IP addresses to resolve. New addresses are due to be probed at `now`.
     pub fn set_addresses(&mut self, addresses: &[IpAddr], now: Duration) {
         let desired_addresses: BTreeSet<IpAddr> = addresses.iter().copied().collect();
-        self.by_address.retain(|address, _| desired_addresses.contains(address));
+        self.states_by_address.retain(|address, _| desired_addresses.contains(address));
         for address in desired_addresses {
-            self.by_address.entry(address).or_insert(NeighbourState {
+            self.states_by_address.entry(address).or_insert(NeighbourState {
                 mac: None,
-                missed_probes: 0,
+                missed_probe_count: 0,
                 next_probe_time: now,
             });
         }
         self.probe_schedule =
-            self.by_address.iter().map(|(address, neighbour)| (neighbour.next_probe_time, *address)).collect();
+            self.states_by_address.iter().map(|(address, neighbour)| (neighbour.next_probe_time, *address)).collect();
     }
 
     /// Records the sender of a received ARP or neighbour discovery packet (reply, request or announcement). Returns the
     /// change of the sender's MAC address, or `None` if it has not changed.
-    pub fn observe_sender(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<NeighbourMacChange> {
-        let neighbour = self.by_address.get_mut(&address)?;
-        neighbour.missed_probes = 0;
+    pub fn record_observed_mac(
+        &mut self,
+        address: IpAddr,
+        mac: MacAddress,
+        now: Duration,
+    ) -> Option<NeighbourMacChange> {
+        let neighbour = self.states_by_address.get_mut(&address)?;
+        neighbour.missed_probe_count = 0;
         self.probe_schedule.remove(&(neighbour.next_probe_time, address));
-        neighbour.next_probe_time = now + RESOLVED_PROBE_INTERVAL;
+        neighbour.next_probe_time = now + RESOLVED_NEIGHBOUR_PROBE_INTERVAL;
         self.probe_schedule.insert((neighbour.next_probe_time, address));
         (neighbour.mac.replace(mac) != Some(mac)).then_some(NeighbourMacChange { address, mac: Some(mac) })
     }
@@ -121,19 +126,23 @@ impl ProbedNeighbours {
                 break;
             };
             self.probe_schedule.pop_first();
-            let Some(neighbour) = self.by_address.get_mut(&address) else { continue };
-            if neighbour.missed_probes >= MAX_MISSED_PROBES && neighbour.mac.take().is_some() {
+            let Some(neighbour) = self.states_by_address.get_mut(&address) else { continue };
+            if neighbour.missed_probe_count >= MAX_MISSED_NEIGHBOUR_PROBES && neighbour.mac.take().is_some() {
                 changes.push(NeighbourMacChange { address, mac: None });
             }
             probes.push(NeighbourProbe {
                 address,
-                destination_mac: neighbour.mac.filter(|_| neighbour.missed_probes == 0),
+                destination_mac: neighbour.mac.filter(|_| neighbour.missed_probe_count == 0),
             });
-            neighbour.missed_probes = neighbour.missed_probes.saturating_add(1);
+            neighbour.missed_probe_count = neighbour.missed_probe_count.saturating_add(1);
             // A missed probe is repeated sooner.
-            let waits_full_interval = neighbour.mac.is_some() && neighbour.missed_probes == 1;
-            neighbour.next_probe_time =
-                now + if waits_full_interval { RESOLVED_PROBE_INTERVAL } else { UNRESOLVED_PROBE_INTERVAL };
+            let waits_full_interval = neighbour.mac.is_some() && neighbour.missed_probe_count == 1;
+            neighbour.next_probe_time = now
+                + if waits_full_interval {
+                    RESOLVED_NEIGHBOUR_PROBE_INTERVAL
+                } else {
+                    UNRESOLVED_NEIGHBOUR_PROBE_INTERVAL
+                };
             self.probe_schedule.insert((neighbour.next_probe_time, address));
         }
         (probes, changes)
@@ -166,7 +175,7 @@ pub fn arp_request_frame(
 
 /// Returns the sender's IP and MAC address in an ARP frame. Returns `None` if the frame is not ARP for IPv4, or the
 /// sender's MAC address is a group address or 0.
-pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
+pub fn parse_arp_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     if frame.len() < ARP_FRAME_BYTES
         || frame[12..14] != ETHERTYPE_ARP.to_be_bytes()
         || frame[14..20] != ARP_ETHERNET_IPV4_HEADER
@@ -211,7 +220,8 @@ impl NeighbourResolver {
         std::thread::Builder::new()
             .name("neighbours".to_owned())
             .spawn(move || {
-                if let Err(error) = probe_sockets.run_resolver(&addresses_for_thread, handle_change, &liveness_receiver)
+                if let Err(error) =
+                    probe_sockets.run_resolver_loop(&addresses_for_thread, handle_change, &liveness_receiver)
                 {
                     tracing::error!(
                         event = "resolver-ended",
@@ -257,13 +267,13 @@ impl ArpNdpSockets {
                 .with_context(|| format!("a packet socket at {interface}"))
         };
         let (arp, ndp) = (
-            open_socket(ETHERTYPE_ARP, &filter::ARP_FILTER)?,
+            open_socket(ETHERTYPE_ARP, &filter::ARP_SOCKET_FILTER)?,
             open_socket(ndp::ETHERTYPE_IPV6, &ndp::NDP_SOCKET_FILTER)?,
         );
         Ok(Self { arp_socket: arp, ndp_socket: ndp, interface_name: interface.to_owned(), vlan })
     }
 
-    fn run_resolver(
+    fn run_resolver_loop(
         &self,
         pending_addresses: &Mutex<Option<Vec<IpAddr>>>,
         notify: impl Fn(NeighbourMacChange) -> bool,
@@ -283,10 +293,10 @@ impl ArpNdpSockets {
                 lost_neighbours = self.send_due_probes(&mut neighbours, &mut own_addresses, start.elapsed());
                 next_burst_time = start.elapsed() + PROBE_BURST_INTERVAL;
             }
-            let senders = self.wait_for_senders(&neighbours, start)?;
+            let senders = self.wait_for_frame_senders(&neighbours, start)?;
             let senders = senders
                 .into_iter()
-                .filter_map(|(address, mac)| neighbours.observe_sender(address, mac, start.elapsed()));
+                .filter_map(|(address, mac)| neighbours.record_observed_mac(address, mac, start.elapsed()));
             for change in lost_neighbours.into_iter().chain(senders.collect::<Vec<_>>()) {
                 if !notify(change) {
                     return Ok(());
@@ -306,10 +316,10 @@ impl ArpNdpSockets {
         let (probes, lost_changes) = neighbours.take_due_probes(now);
         // Own addresses are read once per interval, not once per burst of probes.
         if !probes.is_empty()
-            && own_addresses.read_time.is_none_or(|read_time| read_time + UNRESOLVED_PROBE_INTERVAL <= now)
+            && own_addresses.read_at.is_none_or(|read_time| read_time + UNRESOLVED_NEIGHBOUR_PROBE_INTERVAL <= now)
         {
-            let addresses = InterfaceAddresses::read_vlan_device(&self.interface_name, self.vlan);
-            *own_addresses = OwnAddressCache { addresses, read_time: Some(now) };
+            let addresses = InterfaceAddresses::read_for_vlan(&self.interface_name, self.vlan);
+            *own_addresses = OwnAddressCache { addresses, read_at: Some(now) };
         }
         if let Some(addresses) = &own_addresses.addresses {
             self.send_probes(&probes, addresses);
@@ -354,14 +364,14 @@ impl ArpNdpSockets {
 
     /// Waits until a frame arrives or a probe is due, but at most 51 ms, so that new addresses are probed soon. Returns
     /// the senders of received frames.
-    fn wait_for_senders(
+    fn wait_for_frame_senders(
         &self,
         neighbours: &ProbedNeighbours,
         start: Instant,
     ) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let time_until_probe = neighbours
             .next_probe_time()
-            .map_or(UNRESOLVED_PROBE_INTERVAL, |probe_time| probe_time.saturating_sub(start.elapsed()));
+            .map_or(UNRESOLVED_NEIGHBOUR_PROBE_INTERVAL, |probe_time| probe_time.saturating_sub(start.elapsed()));
         let timeout_ms = time_until_probe.min(Duration::from_millis(50)).as_millis() as u16 + 1;
         let mut poll_fds =
             [&self.arp_socket, &self.ndp_socket].map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN));
@@ -370,22 +380,23 @@ impl ArpNdpSockets {
             Ok(_) => {}
             Err(error) => return Err(error).context("waiting for ARP or neighbour discovery"),
         }
-        let mut senders = self
-            .read_senders(&self.arp_socket, |frame| parse_sender(frame).map(|(address, mac)| (address.into(), mac)))?;
-        senders.extend(self.read_senders(&self.ndp_socket, |frame| {
-            ndp::parse_sender(frame).map(|(address, mac)| (address.into(), mac))
+        let mut senders = self.read_frame_senders(&self.arp_socket, |frame| {
+            parse_arp_sender(frame).map(|(address, mac)| (address.into(), mac))
+        })?;
+        senders.extend(self.read_frame_senders(&self.ndp_socket, |frame| {
+            ndp::parse_ndp_sender(frame).map(|(address, mac)| (address.into(), mac))
         })?);
         Ok(senders)
     }
 
-    fn read_senders(
+    fn read_frame_senders(
         &self,
         socket: &OwnedFd,
         parse_frame: impl Fn(&[u8]) -> Option<(IpAddr, MacAddress)>,
     ) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let mut senders = Vec::new();
         let mut frame = [0; 128];
-        while senders.len() < MAX_FRAMES_PER_BURST {
+        while senders.len() < MAX_REPLY_FRAMES_PER_BURST {
             match recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
                 Ok(length) => senders.extend(parse_frame(&frame[..length])),
                 // ENETDOWN means that the device is down. It may be set up again.
@@ -468,7 +479,7 @@ struct InterfaceAddresses {
 impl InterfaceAddresses {
     /// Returns the addresses of the VLAN's device. If there is no such device, returns the interface's addresses
     /// without the IPv4 address, which belongs to another network.
-    fn read_vlan_device(interface: &str, vlan: Vlan) -> Option<Self> {
+    fn read_for_vlan(interface: &str, vlan: Vlan) -> Option<Self> {
         match vlan_device::vlan_device_name(interface, vlan) {
             Some(device) => Self::read_from_interface(&device),
             None => {
@@ -503,95 +514,8 @@ impl InterfaceAddresses {
 #[derive(Default)]
 struct OwnAddressCache {
     addresses: Option<InterfaceAddresses>,
-    read_time: Option<Duration>,
+    read_at: Option<Duration>,
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const NEIGHBOUR_ADDRESS: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 1, 1, 1));
-    const NEIGHBOUR_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
-
-    fn time_from_ms(ms: u64) -> Duration {
-        Duration::from_millis(ms)
-    }
-
-    #[test]
-    fn silent_neighbour_becomes_unresolved() {
-        let mut neighbours = ProbedNeighbours::default();
-        neighbours.set_addresses(&[NEIGHBOUR_ADDRESS], time_from_ms(0));
-        assert_eq!(
-            neighbours.take_due_probes(time_from_ms(0)).0,
-            [NeighbourProbe { address: NEIGHBOUR_ADDRESS, destination_mac: None }]
-        );
-        assert_eq!(
-            neighbours.observe_sender(NEIGHBOUR_ADDRESS, NEIGHBOUR_MAC, time_from_ms(1)),
-            Some(NeighbourMacChange { address: NEIGHBOUR_ADDRESS, mac: Some(NEIGHBOUR_MAC) })
-        );
-        assert_eq!(neighbours.observe_sender(NEIGHBOUR_ADDRESS, NEIGHBOUR_MAC, time_from_ms(2)), None);
-        assert!(neighbours.take_due_probes(time_from_ms(500)).0.is_empty());
-        // The first probe goes to the neighbour's MAC address. After a missed probe, probes are broadcast.
-        assert_eq!(
-            neighbours.take_due_probes(time_from_ms(1002)).0,
-            [NeighbourProbe { address: NEIGHBOUR_ADDRESS, destination_mac: Some(NEIGHBOUR_MAC) }]
-        );
-        let mut lost_time = None;
-        for ms in (1003..10_000).step_by(10) {
-            let (probes, changes) = neighbours.take_due_probes(time_from_ms(ms));
-            assert!(probes.iter().all(|probe| probe.destination_mac.is_none()));
-            if changes == [NeighbourMacChange { address: NEIGHBOUR_ADDRESS, mac: None }] {
-                assert_eq!(lost_time.replace(ms), None);
-            }
-        }
-        assert!(lost_time.is_some_and(|ms| (2000..4000).contains(&ms)), "{lost_time:?}");
-    }
-
-    #[test]
-    fn probe_rate_is_limited_with_many_neighbours() {
-        let addresses: Vec<IpAddr> = (0..1000u32).map(|n| Ipv4Addr::from(0x0a01_0000 + n).into()).collect();
-        let mut neighbours = ProbedNeighbours::default();
-        neighbours.set_addresses(&addresses, time_from_ms(0));
-        let mut probed_addresses = BTreeSet::new();
-        while probed_addresses.len() < addresses.len() {
-            let (probes, _) = neighbours.take_due_probes(time_from_ms(1));
-            assert!((1..=PROBES_PER_BURST).contains(&probes.len()));
-            probed_addresses.extend(probes.iter().map(|probe| probe.address));
-        }
-        assert_eq!(neighbours.take_due_probes(time_from_ms(1)).0, []);
-        assert!(
-            addresses
-                .iter()
-                .all(|address| neighbours.observe_sender(*address, NEIGHBOUR_MAC, time_from_ms(2)).is_some())
-        );
-        assert_eq!(neighbours.next_probe_time(), Some(time_from_ms(2) + RESOLVED_PROBE_INTERVAL));
-    }
-
-    #[test]
-    fn changed_mac_address_is_reported_at_once() {
-        let mut neighbours = ProbedNeighbours::default();
-        neighbours.set_addresses(&[NEIGHBOUR_ADDRESS], time_from_ms(0));
-        neighbours.observe_sender(NEIGHBOUR_ADDRESS, NEIGHBOUR_MAC, time_from_ms(1));
-        let new_mac = MacAddress([2, 0, 0, 0, 0, 9]);
-        assert_eq!(
-            neighbours.observe_sender(NEIGHBOUR_ADDRESS, new_mac, time_from_ms(5)),
-            Some(NeighbourMacChange { address: NEIGHBOUR_ADDRESS, mac: Some(new_mac) })
-        );
-        assert_eq!(neighbours.observe_sender(Ipv4Addr::new(10, 1, 1, 2).into(), NEIGHBOUR_MAC, time_from_ms(6)), None);
-        neighbours.set_addresses(&[], time_from_ms(7));
-        assert_eq!(neighbours.next_probe_time(), None);
-    }
-
-    #[test]
-    fn sender_of_arp_request_is_parsed() {
-        let target_address = Ipv4Addr::new(10, 1, 1, 1);
-        let request_frame = arp_request_frame(target_address, None, NEIGHBOUR_MAC, Ipv4Addr::new(10, 1, 0, 1));
-        assert_eq!(parse_sender(&request_frame), Some((Ipv4Addr::new(10, 1, 0, 1), NEIGHBOUR_MAC)));
-        for length in 0..ARP_FRAME_BYTES {
-            assert_eq!(parse_sender(&request_frame[..length]), None);
-        }
-        let mut group_sender_frame = request_frame;
-        group_sender_frame[22] = 0xff;
-        assert_eq!(parse_sender(&group_sender_frame), None);
-    }
-}
+mod tests;

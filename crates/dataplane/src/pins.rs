@@ -21,10 +21,10 @@ pub struct PinDirectoryLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
 /// Maximum time to wait for the lock. A process that has just ended, or its child before execve(2), may still hold it.
 const PIN_LOCK_TIMEOUT: Duration = Duration::from_secs(2);
-const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(20);
+const PIN_LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum depth of the directories that are searched for pins.
-const MAX_SEARCH_DEPTH: usize = 5;
+const MAX_PIN_SEARCH_DEPTH: usize = 5;
 
 impl PinDirectoryLock {
     /// Locks the directory, and creates it if it is missing. Fails when the directory is not on a BPF file system, or
@@ -45,7 +45,7 @@ impl PinDirectoryLock {
                 ),
                 Err((_, error)) => return Err(error).with_context(|| directory.display().to_string()),
             };
-            thread::sleep(LOCK_RETRY_INTERVAL);
+            thread::sleep(PIN_LOCK_RETRY_INTERVAL);
         }
     }
 }
@@ -67,7 +67,7 @@ pub fn find_other_pin_directories(directory: &Path, file: &str) -> Vec<PathBuf> 
         }
         let directory_entries = fs::read_dir(&canonical_path).into_iter().flatten().flatten();
         let subdirectories = directory_entries
-            .filter(|entry| depth < MAX_SEARCH_DEPTH && entry.file_type().is_ok_and(|kind| kind.is_dir()));
+            .filter(|entry| depth < MAX_PIN_SEARCH_DEPTH && entry.file_type().is_ok_and(|kind| kind.is_dir()));
         pending_directories.extend(subdirectories.map(|entry| (entry.path(), depth + 1)));
     }
     pin_directories

@@ -19,7 +19,7 @@ static GRACE_PERIOD_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 /// The kernel waits for a grace period after each update of a map of maps (maybe_wait_bpf_programs() in
 /// kernel/bpf/syscall.c, since Linux 5.0). membarrier(2)'s global command waits as well, but it returns EINVAL with
 /// `nohz_full`. Fails when the kernel rejects the maps or the update.
-pub fn wait_for_running_programs() -> anyhow::Result<()> {
+pub fn wait_until_running_programs_end() -> anyhow::Result<()> {
     let (outer_map, inner_map) = match GRACE_PERIOD_MAPS.get() {
         Some(maps) => maps,
         // If two threads create maps at the same time, the maps of the slower thread are closed.
@@ -54,26 +54,26 @@ pub struct GracePeriodTicket(u64);
 
 /// Thread that waits for RCU grace periods until the value is dropped.
 #[derive(Debug)]
-pub struct GracePeriodWaiter(Arc<GracePeriodShared>);
+pub struct GracePeriodWaiter(Arc<GracePeriodSharedState>);
 
 #[derive(Debug, Default)]
-struct GracePeriodShared {
+struct GracePeriodSharedState {
     begun_period_count: AtomicU64,
     ended_period_count: AtomicU64,
-    wait_requests: Mutex<GraceWaitRequests>,
+    wait_requests: Mutex<GracePeriodWaitRequests>,
     state_changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct GraceWaitRequests {
+struct GracePeriodWaitRequests {
     /// Number of the latest grace period that callers have requested.
     last_requested_period: u64,
     is_stopped: bool,
     wait_error: Option<String>,
 }
 
-impl GracePeriodShared {
-    fn lock_wait_requests(&self) -> MutexGuard<'_, GraceWaitRequests> {
+impl GracePeriodSharedState {
+    fn lock_wait_requests(&self) -> MutexGuard<'_, GracePeriodWaitRequests> {
         self.wait_requests.lock()
     }
 
@@ -90,7 +90,7 @@ impl GracePeriodShared {
             }
             drop(requests);
             let period_number = self.begun_period_count.fetch_add(1, Ordering::SeqCst) + 1;
-            let wait_result = wait_for_running_programs();
+            let wait_result = wait_until_running_programs_end();
             let mut requests = self.lock_wait_requests();
             match wait_result {
                 Ok(()) => self.ended_period_count.store(period_number, Ordering::SeqCst),
@@ -107,7 +107,7 @@ impl GracePeriodShared {
 impl GracePeriodWaiter {
     /// Starts the thread that waits for grace periods. Fails when no thread can be created.
     pub fn start() -> anyhow::Result<Self> {
-        let shared_state = Arc::<GracePeriodShared>::default();
+        let shared_state = Arc::<GracePeriodSharedState>::default();
         let thread_state = shared_state.clone();
         std::thread::Builder::new()
             .name("grace periods".to_owned())

@@ -14,14 +14,14 @@ pub type SocketCookie = u64;
 
 /// Attaches a program of type sk_reuseport to the SO_REUSEPORT group that contains `socket`, in place of the group's
 /// present program, if any. Fails when the socket is in no such group.
-pub fn attach_to_group(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+pub fn attach_to_reuseport_group(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_socket_option(socket, libc::SO_ATTACH_REUSEPORT_EBPF, program.as_raw_fd())
         .context("attaching to the group of sockets")
 }
 
 /// Detaches the program from the SO_REUSEPORT group that contains `socket`, so that the kernel selects sockets by hash
 /// again. Fails when no program is attached.
-pub fn detach_from_group(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+pub fn detach_from_reuseport_group(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_socket_option(socket, libc::SO_DETACH_REUSEPORT_BPF, 0).context("detaching from the group of sockets")
 }
 

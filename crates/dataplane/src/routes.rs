@@ -26,11 +26,11 @@ const RTA_VIA: u16 = 18;
 /// Size in bytes of the field `rtvia_family` in struct rtvia. The address follows this field.
 const RTVIA_FAMILY_BYTES: usize = 2;
 /// Size of struct nlmsghdr and struct rtmsg together, in bytes.
-const ROUTE_HEADERS_BYTES: usize = 16 + 12;
+const NETLINK_ROUTE_HEADERS_BYTES: usize = 16 + 12;
 /// Size of struct rtattr in bytes.
-const ATTRIBUTE_HEADER_BYTES: usize = 4;
+const NETLINK_ATTRIBUTE_HEADER_BYTES: usize = 4;
 /// Byte range of the sequence number `nlmsg_seq` in struct nlmsghdr.
-const SEQUENCE_NUMBER_RANGE: Range<usize> = 8..12;
+const NETLINK_SEQUENCE_NUMBER_RANGE: Range<usize> = 8..12;
 /// Offset of `rtm_type` from the start of the message, in bytes.
 const ROUTE_TYPE_OFFSET: usize = 16 + 7;
 /// Bits of the netlink multicast groups for changes of links, addresses, routes and rules (IPv4 and IPv6). The values
@@ -48,7 +48,7 @@ pub enum RouteError {
     UnexpectedRouteType(u8),
     /// The route leads to another interface. XDP can send packets only by the interface that received them.
     #[error("a route by the interface of index {found}: expected index {expected}, the load balancer's interface")]
-    OtherInterface {
+    RouteToOtherInterface {
         /// Index of the interface to which the route leads.
         found: u32,
         /// Index of the load balancer's interface.
@@ -63,7 +63,7 @@ pub struct RouteSockets {
     notification_socket: OwnedFd,
     query_socket: OwnedFd,
     /// Sequence number of the latest query.
-    query_sequence: u32,
+    last_query_sequence: u32,
 }
 
 impl RouteSockets {
@@ -74,7 +74,7 @@ impl RouteSockets {
         let (notification_socket, query_socket) = (open_socket()?, open_socket()?);
         bind(notification_socket.as_raw_fd(), &NetlinkAddr::new(0, ROUTE_NETLINK_GROUPS))?;
         setsockopt(&query_socket, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
-        Ok(Self { notification_socket, query_socket, query_sequence: 0 })
+        Ok(Self { notification_socket, query_socket, last_query_sequence: 0 })
     }
 
     /// Returns whether a link, address, route or routing rule has changed since the last call.
@@ -102,7 +102,7 @@ impl RouteSockets {
                 result => result.map_err(RouteError::NoRoute)?,
             };
             // An answer to an earlier query may have arrived after that query's timeout.
-            if answer_buffer.get(SEQUENCE_NUMBER_RANGE) == Some(&self.query_sequence.to_ne_bytes()[..]) {
+            if answer_buffer.get(NETLINK_SEQUENCE_NUMBER_RANGE) == Some(&self.last_query_sequence.to_ne_bytes()[..]) {
                 return parse_next_hop(&answer_buffer[..answer_length], interface, server);
             }
         }
@@ -110,21 +110,23 @@ impl RouteSockets {
 
     /// Sends a query for the route to `server` with the next sequence number.
     fn send_route_query(&mut self, server: IpAddr) -> Result<(), Errno> {
-        self.query_sequence = self.query_sequence.wrapping_add(1);
+        self.last_query_sequence = self.last_query_sequence.wrapping_add(1);
         let (family, destination) = match server {
             IpAddr::V4(address) => (libc::AF_INET, address.octets().to_vec()),
             IpAddr::V6(address) => (libc::AF_INET6, address.octets().to_vec()),
         };
         let mut query_message = Vec::new();
-        query_message.extend(((ROUTE_HEADERS_BYTES + ATTRIBUTE_HEADER_BYTES + destination.len()) as u32).to_ne_bytes());
+        query_message.extend(
+            ((NETLINK_ROUTE_HEADERS_BYTES + NETLINK_ATTRIBUTE_HEADER_BYTES + destination.len()) as u32).to_ne_bytes(),
+        );
         query_message.extend(libc::RTM_GETROUTE.to_ne_bytes());
         query_message.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
-        query_message.extend(self.query_sequence.to_ne_bytes());
+        query_message.extend(self.last_query_sequence.to_ne_bytes());
         // The kernel assigns nlmsg_pid.
         query_message.extend([0; 4]);
         // struct rtmsg contains the address family, the destination's length in bits, and zeros.
         query_message.extend([family as u8, destination.len() as u8 * 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
-        query_message.extend(((ATTRIBUTE_HEADER_BYTES + destination.len()) as u16).to_ne_bytes());
+        query_message.extend(((NETLINK_ATTRIBUTE_HEADER_BYTES + destination.len()) as u16).to_ne_bytes());
         query_message.extend(RTA_DST.to_ne_bytes());
         query_message.extend(destination);
         send(self.query_socket.as_raw_fd(), &query_message, MsgFlags::empty())?;
@@ -139,20 +141,20 @@ fn parse_next_hop(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAdd
         let error_code = answer.get(16..20).map_or(0, |code| parse_u32(code) as i32);
         return Err(RouteError::NoRoute(Errno::from_raw(-error_code)));
     }
-    let attributes = answer.get(ROUTE_HEADERS_BYTES..).unwrap_or_default();
+    let attributes = answer.get(NETLINK_ROUTE_HEADERS_BYTES..).unwrap_or_default();
     match answer[ROUTE_TYPE_OFFSET] {
         libc::RTN_UNICAST => {}
         route_type => return Err(RouteError::UnexpectedRouteType(route_type)),
     }
     let route_interface_index = find_attribute(attributes, RTA_OIF).map_or(0, parse_u32);
     if route_interface_index != interface {
-        return Err(RouteError::OtherInterface { found: route_interface_index, expected: interface });
+        return Err(RouteError::RouteToOtherInterface { found: route_interface_index, expected: interface });
     }
     let find_rtvia_address = || find_attribute(attributes, RTA_VIA).and_then(|via| via.get(RTVIA_FAMILY_BYTES..));
-    Ok(find_attribute(attributes, RTA_GATEWAY).or_else(find_rtvia_address).and_then(parse_address).unwrap_or(server))
+    Ok(find_attribute(attributes, RTA_GATEWAY).or_else(find_rtvia_address).and_then(parse_ip_address).unwrap_or(server))
 }
 
-fn parse_address(bytes: &[u8]) -> Option<IpAddr> {
+fn parse_ip_address(bytes: &[u8]) -> Option<IpAddr> {
     let parse_ipv4 = || <[u8; 4]>::try_from(bytes).ok().map(|octets| Ipv4Addr::from(octets).into());
     let parse_ipv6 = || <[u8; 16]>::try_from(bytes).ok().map(|octets| Ipv6Addr::from(octets).into());
     parse_ipv4().or_else(parse_ipv6)
@@ -163,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn late_answer_to_an_earlier_query_is_ignored() {
+    fn late_answer_to_an_earlier_route_query_is_ignored() {
         let loopback_index = nix::net::if_::if_nametoindex("lo").unwrap();
         let broadcast_result = RouteSockets::open().unwrap().find_next_hop(loopback_index, Ipv4Addr::BROADCAST.into());
         let mut routes = RouteSockets::open().unwrap();
@@ -187,13 +189,14 @@ mod tests {
     }
 
     #[test]
-    fn gateways_other_interfaces_and_missing_routes_are_parsed() {
+    fn route_answers_are_parsed_or_rejected() {
         let server = IpAddr::from([10, 9, 0, 1]);
         let encode_route_attribute = |kind: u16, value: &[u8]| {
-            [&((ATTRIBUTE_HEADER_BYTES + value.len()) as u16).to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
+            [&((NETLINK_ATTRIBUTE_HEADER_BYTES + value.len()) as u16).to_ne_bytes()[..], &kind.to_ne_bytes(), value]
+                .concat()
         };
         let encode_route_answer = |kind: u16, attributes: &[Vec<u8>]| {
-            let mut message = vec![0; ROUTE_HEADERS_BYTES];
+            let mut message = vec![0; NETLINK_ROUTE_HEADERS_BYTES];
             message[4..6].copy_from_slice(&kind.to_ne_bytes());
             message[ROUTE_TYPE_OFFSET] = libc::RTN_UNICAST;
             message.extend(attributes.concat());
@@ -222,7 +225,7 @@ mod tests {
         );
         assert_eq!(
             parse_next_hop(&ipv4_gateway_answer, 4, server),
-            Err(RouteError::OtherInterface { found: 3, expected: 4 })
+            Err(RouteError::RouteToOtherInterface { found: 3, expected: 4 })
         );
         assert_eq!(parse_next_hop(&encode_route_answer(libc::RTM_NEWROUTE, &[oif_attribute]), 3, server), Ok(server));
         let mut error_answer = vec![0; 16];

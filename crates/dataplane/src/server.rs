@@ -36,7 +36,7 @@ use crate::lru;
 use crate::mac::MacAddress;
 use crate::mmap_array::MmapArray;
 use crate::pins;
-use crate::rcu::wait_for_running_programs;
+use crate::rcu::wait_until_running_programs_end;
 use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
 use crate::tc::{self, PacketDirection, TcAttachMechanism};
@@ -45,7 +45,7 @@ use crate::tc::{self, PacketDirection, TcAttachMechanism};
 pub use coreward_intf::SERVER_COUNTER_NAMES as COUNTER_NAMES;
 
 /// Number of counters of the server's programs.
-pub const COUNTER_COUNT: usize = intf::SERVER_COUNTER_COUNT as usize;
+pub const SERVER_COUNTER_COUNT: usize = intf::SERVER_COUNTER_COUNT as usize;
 
 /// Options with which the server's programs are loaded.
 #[derive(Debug, Clone)]
@@ -67,7 +67,7 @@ pub struct ServerPrograms {
     is_state_taken_over: bool,
     ingress_program: OwnedFd,
     egress_program: OwnedFd,
-    rss_map: OwnedFd,
+    rss_map_fd: OwnedFd,
     state: MmapArray<intf::server_state>,
     counter_row_count: usize,
     rss_mapping: MmapArray<intf::rss_mapping>,
@@ -93,7 +93,7 @@ impl ServerPrograms {
         fs::create_dir_all(&server_directory).with_context(|| server_directory.display().to_string())?;
         let state_path = server_directory.join("state");
         let mut object_storage = MaybeUninit::uninit();
-        if let Some(problem) = state_take_over_problem(&state_path)? {
+        if let Some(problem) = find_state_takeover_problem(&state_path)? {
             tracing::warn!(
                 event = "upgrade-pending",
                 pin_directory = %options.pin_directory.display(),
@@ -102,7 +102,7 @@ impl ServerPrograms {
             );
             let loaded_skeleton = load_programs(&mut object_storage, options.sample_every_syn, None)?;
             let mut programs = Self::new(&loaded_skeleton, options, TcAttachMechanism::Tcx, false)?;
-            programs.copy_keys_from_state(&state_path)?;
+            programs.copy_keys_from_old_state(&state_path)?;
             programs.pending_upgrade_maps = Some(maps_in_name_order(&loaded_skeleton)?);
             return Ok(programs);
         }
@@ -141,7 +141,7 @@ impl ServerPrograms {
     /// Copies the cookie keys and the time key from pinned state with another layout, so that issued cookies remain
     /// valid and TSvals continue. The keys have the same offsets in all layouts since
     /// [`FIRST_LAYOUT_VERSION_WITH_KEYS`]. If the layout is older, the cookies issued with it become invalid.
-    fn copy_keys_from_state(&mut self, state_path: &Path) -> anyhow::Result<()> {
+    fn copy_keys_from_old_state(&mut self, state_path: &Path) -> anyhow::Result<()> {
         let state_map = MapHandle::from_pinned_path(state_path).with_context(|| state_path.display().to_string())?;
         let old_state = state_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
         let version_offset = offset_of!(intf::server_state, layout_version);
@@ -218,7 +218,7 @@ impl ServerPrograms {
             is_state_taken_over: is_taken_over,
             ingress_program: skeleton.progs.server_ingress.as_fd().try_clone_to_owned()?,
             egress_program: skeleton.progs.server_egress.as_fd().try_clone_to_owned()?,
-            rss_map: skeleton_maps.rss_mapping.as_fd().try_clone_to_owned()?,
+            rss_map_fd: skeleton_maps.rss_mapping.as_fd().try_clone_to_owned()?,
             state,
             counter_row_count: libbpf_rs::num_possible_cpus()?.min(intf::MAX_CPUS as usize),
             rss_mapping: MmapArray::new(&skeleton_maps.rss_mapping).context("mapping rss_mapping")?,
@@ -248,12 +248,12 @@ impl ServerPrograms {
 
     /// Returns the map with the server's RSS configuration, which is shared with `steer.bpf.c`.
     pub fn rss_map_fd(&self) -> BorrowedFd<'_> {
-        self.rss_map.as_fd()
+        self.rss_map_fd.as_fd()
     }
 
     /// Sets the address family of outer headers to the family of `address`, this server's address. The default is IPv4.
     /// The next call of [`set_services`](Self::set_services) applies the change.
-    pub fn set_outer_address_family(&mut self, address: IpAddr) {
+    pub fn set_outer_family_from_address(&mut self, address: IpAddr) {
         self.has_ipv6_outer_headers = address.is_ipv6();
     }
 
@@ -265,10 +265,10 @@ impl ServerPrograms {
         let addresses_with_numbers: Vec<_> =
             services.iter().map(|(address, id, mode)| (*address, slot_number_for(*id, *mode))).collect();
         let service_directory = service_slots::build_server_directory(&addresses_with_numbers)?;
-        let idle_half = self.active_directory_half() ^ 1;
-        self.state.write(directory_half_offset(idle_half), &*service_directory);
-        self.state.store(ACTIVE_HALF_OFFSET, idle_half);
-        wait_for_running_programs()?;
+        let idle_half = self.active_service_directory_half() ^ 1;
+        self.state.write(service_directory_half_offset(idle_half), &*service_directory);
+        self.state.store(ACTIVE_DIRECTORY_HALF_OFFSET, idle_half);
+        wait_until_running_programs_end()?;
         self.commit_upgrade()
     }
 
@@ -280,8 +280,8 @@ impl ServerPrograms {
         self.state.load(offset_of!(intf::server_state, forwarded_services) + slot_offset) == service_word
     }
 
-    fn active_directory_half(&self) -> u64 {
-        self.state.load(ACTIVE_HALF_OFFSET) & 1
+    fn active_service_directory_half(&self) -> u64 {
+        self.state.load(ACTIVE_DIRECTORY_HALF_OFFSET) & 1
     }
 
     /// Sets the MAC address of another server, to which this server forwards packets of that server's connections. Only
@@ -296,8 +296,9 @@ impl ServerPrograms {
 
     /// Returns whether any service is configured.
     pub fn has_services(&self) -> bool {
-        let service_directory =
-            self.state.read::<intf::service_directory>(directory_half_offset(self.active_directory_half()));
+        let service_directory = self
+            .state
+            .read::<intf::service_directory>(service_directory_half_offset(self.active_service_directory_half()));
         service_directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
@@ -315,7 +316,7 @@ impl ServerPrograms {
 
     /// Returns the keys and `switch_ms` set by [`set_cookie_keys`](Self::set_cookie_keys), even if an earlier process
     /// set them.
-    pub fn keys_and_switch_ms(&self) -> (FleetCookieKeys, u32) {
+    pub fn cookie_keys_and_switch_ms(&self) -> (FleetCookieKeys, u32) {
         let stored_keys = self.state.read::<intf::fleet_keys>(COOKIE_KEYS_OFFSET);
         let current_index = if stored_keys.current == 0 { CookieKeyIndex::First } else { CookieKeyIndex::Second };
         (
@@ -329,15 +330,15 @@ impl ServerPrograms {
 
     /// Limits the ages of the times at which TSvals were last clamped to 2^29 ms. `now_ms` is the server's own clock.
     /// It must be called at least every few days, because the programs compare 32-bit times.
-    pub fn limit_clamp_time_ages(&mut self, now_ms: u32) {
+    pub fn limit_tsval_clamp_ages(&mut self, now_ms: u32) {
         let first_offset = offset_of!(intf::server_state, last_clamp_tsval_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {
-            let clamp_time_ms = self.state.word32(first_offset + group * size_of::<u32>());
+            let clamp_time_ms = self.state.atomic_u32(first_offset + group * size_of::<u32>());
             let stored_ms = clamp_time_ms.load(Ordering::Relaxed);
             let age_ms = now_ms.wrapping_sub(stored_ms) as i32;
             // A time that seems to be in the future was never set. It is 0, and the clock is beyond 2^31 ms.
-            if !(-MAX_CLAMP_AHEAD_MS..=MAX_CLAMP_AGE_MS).contains(&age_ms) {
-                let oldest_allowed_ms = now_ms.wrapping_sub(MAX_CLAMP_AGE_MS as u32);
+            if !(-MAX_PAWS_CLAMP_LEAD_MS..=MAX_PAWS_CLAMP_AGE_MS).contains(&age_ms) {
+                let oldest_allowed_ms = now_ms.wrapping_sub(MAX_PAWS_CLAMP_AGE_MS as u32);
                 // The exchange fails if a packet was clamped since, which made the stored time newer.
                 let _ =
                     clamp_time_ms.compare_exchange(stored_ms, oldest_allowed_ms, Ordering::Relaxed, Ordering::Relaxed);
@@ -370,8 +371,8 @@ impl ServerPrograms {
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`]. They count from the creation of the state.
-    pub fn counters(&self) -> [u64; COUNTER_COUNT] {
-        let mut counter_sums = [0u64; COUNTER_COUNT];
+    pub fn counters(&self) -> [u64; SERVER_COUNTER_COUNT] {
+        let mut counter_sums = [0u64; SERVER_COUNTER_COUNT];
         let counters_offset = offset_of!(intf::server_state, counters);
         for row in 0..self.counter_row_count {
             let row_offset = counters_offset + row * size_of::<intf::server_counters>();
@@ -431,16 +432,16 @@ fn ensure_no_other_stamping_program(interface_index: u32, pin_directory: &Path) 
 }
 
 /// Maximum age in ms of the time at which a TSval was last clamped. An older time is set to this age.
-const MAX_CLAMP_AGE_MS: i32 = 1 << 29;
+const MAX_PAWS_CLAMP_AGE_MS: i32 = 1 << 29;
 /// Maximum time in ms by which the time of the last clamp may be in the future, because CPUs' clocks may differ.
-const MAX_CLAMP_AHEAD_MS: i32 = 60_000;
+const MAX_PAWS_CLAMP_LEAD_MS: i32 = 60_000;
 
 const COOKIE_KEYS_OFFSET: usize = offset_of!(intf::server_state, keys);
 const TIME_KEY_OFFSET: usize = offset_of!(intf::server_state, time_key);
-const ACTIVE_HALF_OFFSET: usize =
+const ACTIVE_DIRECTORY_HALF_OFFSET: usize =
     offset_of!(intf::server_state, directories) + offset_of!(intf::service_directories, active);
 
-fn directory_half_offset(half: u64) -> usize {
+fn service_directory_half_offset(half: u64) -> usize {
     offset_of!(intf::server_state, directories)
         + offset_of!(intf::service_directories, half)
         + half as usize * size_of::<intf::service_directory>()
@@ -471,11 +472,11 @@ fn encode_slot_number(id: ServerId, mode: ServiceSettings, has_ipv6_outer_header
     let flag_if = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
     u32::from(id.get())
         | flag_if(
-            mode.is_stamped_by_servers() && mode.consistency == ConsistencyMode::Stateful,
+            mode.servers_stamp_packets() && mode.consistency == ConsistencyMode::Stateful,
             intf::SERVER_NUMBER_STATEFUL,
         )
-        | flag_if(!mode.is_stamped_by_servers(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
-        | flag_if(mode.carries_previous_server_id(), intf::SERVER_NUMBER_CHAINED)
+        | flag_if(!mode.servers_stamp_packets(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
+        | flag_if(mode.packets_carry_previous_server_id(), intf::SERVER_NUMBER_CHAINED)
         | flag_if(encapsulates, intf::SERVER_NUMBER_ENCAPSULATED)
         | flag_if(encapsulates && has_ipv6_outer_header, intf::SERVER_NUMBER_OUTER_IPV6)
 }
@@ -493,11 +494,11 @@ fn unpin_if_present(path: &Path) -> anyhow::Result<()> {
 
 /// Returns the reason why [`ServerPrograms::attach`] cannot take over the state pinned below `pin_directory`. Returns
 /// `None` if it can, or if nothing is pinned. Fails when the pins cannot be opened.
-pub fn take_over_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
-    state_take_over_problem(&pin_directory.join("server").join("state"))
+pub fn find_takeover_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
+    find_state_takeover_problem(&pin_directory.join("server").join("state"))
 }
 
-fn state_take_over_problem(path: &Path) -> anyhow::Result<Option<String>> {
+fn find_state_takeover_problem(path: &Path) -> anyhow::Result<Option<String>> {
     if !path.exists() {
         return Ok(None);
     }

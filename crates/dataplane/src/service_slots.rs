@@ -12,7 +12,7 @@ use rand::Rng as _;
 const SLOT_SEED_RNG_STREAM: u64 = 16;
 /// Maximum number of hash seeds to try. A seed fits if no two services share a slot. On a server with 128 keys in 1024
 /// slots, one seed in 4,000 fits, so all tries fail with probability e^-250. On a load balancer, most seeds fit.
-const MAX_TRIED_SEEDS: usize = 1 << 20;
+const MAX_TRIED_SLOT_SEEDS: usize = 1 << 20;
 
 /// Reason why no service directory can be built for a list of services.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -26,7 +26,7 @@ pub enum ServiceDirectoryError {
     /// A service has port 0, which is no valid port.
     #[error("service {0}: expected a port from 1 to 65535")]
     PortZero(ServiceAddress),
-    /// All [`MAX_TRIED_SEEDS`] seeds failed, which does not happen in practice.
+    /// All [`MAX_TRIED_SLOT_SEEDS`] seeds failed, which does not happen in practice.
     #[error("no perfect hash was found for {0} services")]
     NoSuitableSeed(usize),
 }
@@ -56,21 +56,21 @@ pub(crate) fn forwarded_service_index(service_word: u64) -> usize {
     (service_word.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
 
-fn server_slot_index(service_word: u64, seed: u64) -> usize {
+fn server_directory_slot_index(service_word: u64, seed: u64) -> usize {
     (service_word.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
 /// Returns the group of a service's hash word in a load balancer's directory, and its slot before the group's
 /// displacement is applied.
-fn group_and_slot(service_word: u64, seed: u64) -> (usize, u16) {
+fn group_and_undisplaced_slot(service_word: u64, seed: u64) -> (usize, u16) {
     let word_hash = service_word.wrapping_mul(seed);
     let undisplaced_slot = word_hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
     ((word_hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, undisplaced_slot as u16)
 }
 
 /// Returns the index of the only slot of `directory` in which a service with the hash word `service_word` may be.
-fn lb_slot_index(directory: &intf::lb_service_directory, service_word: u64) -> usize {
-    let (group, slot) = group_and_slot(service_word, directory.seed);
+fn lb_directory_slot_index(directory: &intf::lb_service_directory, service_word: u64) -> usize {
+    let (group, slot) = group_and_undisplaced_slot(service_word, directory.seed);
     usize::from(slot ^ directory.displacement[group])
 }
 
@@ -85,9 +85,9 @@ pub fn build_server_directory(
     let slots = build_service_slots(services, intf::MAX_SERVICES_OF_SERVER)?;
     let service_words: Vec<u64> = slots.iter().map(|slot| service_hash_word(&slot.key)).collect();
     server_directory.seed =
-        find_server_seed(&service_words).ok_or(ServiceDirectoryError::NoSuitableSeed(services.len()))?;
+        find_server_directory_seed(&service_words).ok_or(ServiceDirectoryError::NoSuitableSeed(services.len()))?;
     for (slot, service_word) in slots.into_iter().zip(service_words) {
-        server_directory.slots[server_slot_index(service_word, server_directory.seed)] = slot;
+        server_directory.slots[server_directory_slot_index(service_word, server_directory.seed)] = slot;
     }
     Ok(server_directory)
 }
@@ -105,7 +105,7 @@ pub fn build_lb_directory(
         find_perfect_hash(&service_words).ok_or(ServiceDirectoryError::NoSuitableSeed(services.len()))?;
     (lb_directory.seed, lb_directory.displacement) = (seed, displacement);
     for (slot, service_word) in slots.into_iter().zip(service_words) {
-        let slot_index = lb_slot_index(&lb_directory, service_word);
+        let slot_index = lb_directory_slot_index(&lb_directory, service_word);
         lb_directory.slots[slot_index] = slot;
     }
     Ok(lb_directory)
@@ -152,32 +152,32 @@ impl VipKey {
     }
 }
 
-fn find_server_seed(service_words: &[u64]) -> Option<u64> {
+fn find_server_directory_seed(service_words: &[u64]) -> Option<u64> {
     let mut seed_rng = seeded_rng(0, SLOT_SEED_RNG_STREAM);
-    (0..MAX_TRIED_SEEDS).map(|_| seed_rng.next_u64() | 1).find(|seed| {
+    (0..MAX_TRIED_SLOT_SEEDS).map(|_| seed_rng.next_u64() | 1).find(|seed| {
         let mut is_slot_used = [false; intf::SERVICE_SLOTS as usize];
-        service_words
-            .iter()
-            .all(|service_word| !std::mem::replace(&mut is_slot_used[server_slot_index(*service_word, *seed)], true))
+        service_words.iter().all(|service_word| {
+            !std::mem::replace(&mut is_slot_used[server_directory_slot_index(*service_word, *seed)], true)
+        })
     })
 }
 
-type GroupDisplacements = [u16; intf::LB_SERVICE_GROUPS as usize];
+type ServiceGroupDisplacements = [u16; intf::LB_SERVICE_GROUPS as usize];
 
 /// Finds a hash seed and displacements that give all hash words different slots. Returns `None` if no tried seed fits.
-fn find_perfect_hash(service_words: &[u64]) -> Option<(u64, GroupDisplacements)> {
+fn find_perfect_hash(service_words: &[u64]) -> Option<(u64, ServiceGroupDisplacements)> {
     let mut seed_rng = seeded_rng(0, SLOT_SEED_RNG_STREAM);
-    let mut tried_seeds = (0..MAX_TRIED_SEEDS).map(|_| seed_rng.next_u64() | 1);
+    let mut tried_seeds = (0..MAX_TRIED_SLOT_SEEDS).map(|_| seed_rng.next_u64() | 1);
     tried_seeds.find_map(|seed| Some((seed, find_displacements(service_words, seed)?)))
 }
 
 /// Finds displacements that give all hash words different slots with the hash `seed`. The largest groups are placed
 /// first.
-fn find_displacements(service_words: &[u64], seed: u64) -> Option<GroupDisplacements> {
+fn find_displacements(service_words: &[u64], seed: u64) -> Option<ServiceGroupDisplacements> {
     let mut slots_by_group: Vec<(usize, Vec<u16>)> =
         (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
     for service_word in service_words {
-        let (group, slot) = group_and_slot(*service_word, seed);
+        let (group, slot) = group_and_undisplaced_slot(*service_word, seed);
         slots_by_group[group].1.push(slot);
     }
     slots_by_group.sort_by_key(|(_, slots)| std::cmp::Reverse(slots.len()));
@@ -199,12 +199,12 @@ fn find_displacements(service_words: &[u64], seed: u64) -> Option<GroupDisplacem
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::tuple::Protocol;
+    use coreward_model::tuple::TransportProtocol;
 
     use super::*;
 
     fn parse_service(text: &str) -> ServiceAddress {
-        ServiceAddress { vip_and_port: text.parse().unwrap(), protocol: Protocol::Tcp }
+        ServiceAddress { vip_and_port: text.parse().unwrap(), protocol: TransportProtocol::Tcp }
     }
 
     /// Returns `count` services on different VIPs, half of which are IPv6. The last service is a UDP service at the
@@ -215,7 +215,7 @@ mod tests {
             _ => format!("[2001:db8:{n:x}::1]:{}", 1024 + n),
         };
         let mut services: Vec<_> = (0..count - 1).map(|n| (parse_service(&format_service(n)), n)).collect();
-        services.push((ServiceAddress { protocol: Protocol::Udp, ..services[0].0 }, count - 1));
+        services.push((ServiceAddress { protocol: TransportProtocol::Udp, ..services[0].0 }, count - 1));
         services
     }
 
@@ -240,7 +240,7 @@ mod tests {
         let services = services_on_distinct_vips(intf::MAX_SERVICES_OF_SERVER);
         let directory = build_server_directory(&services).unwrap();
         assert_all_services_found(&services, |service_word| {
-            directory.slots[server_slot_index(service_word, directory.seed)]
+            directory.slots[server_directory_slot_index(service_word, directory.seed)]
         });
     }
 
@@ -251,7 +251,7 @@ mod tests {
             let services = services_on_distinct_vips(count);
             let directory = build_lb_directory(&services).unwrap();
             assert_all_services_found(&services, |service_word| {
-                directory.slots[lb_slot_index(&directory, service_word)]
+                directory.slots[lb_directory_slot_index(&directory, service_word)]
             });
         }
     }

@@ -57,7 +57,7 @@ const SOCKET_STATE_OFFSET: usize = size_of::<NetlinkHeader>() + 1;
 /// does not exist.
 const TCP_LISTEN_STATE: u8 = 10;
 /// Number of queries that are sent at once. Their replies fit into the smallest receive buffer.
-const QUERIES_PER_BATCH: usize = 64;
+const SOCKET_QUERIES_PER_BATCH: usize = 64;
 
 fn build_socket_query(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
     let encode_address = |socket: SocketAddr| {
@@ -106,7 +106,7 @@ pub fn query_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>
     let diag_socket = open_diag_socket()?;
     let mut has_socket_by_connection = vec![false; connections.len()];
     for (batch, batch_has_open_socket) in
-        connections.chunks(QUERIES_PER_BATCH).zip(has_socket_by_connection.chunks_mut(QUERIES_PER_BATCH))
+        connections.chunks(SOCKET_QUERIES_PER_BATCH).zip(has_socket_by_connection.chunks_mut(SOCKET_QUERIES_PER_BATCH))
     {
         let socket_queries: Vec<InetDiagRequest> =
             (0..).zip(batch).map(|(sequence, tuple)| build_socket_query(sequence, tuple)).collect();

@@ -19,17 +19,17 @@ use crate::mmap_array::MmapArray;
 use crate::reuseport::{self, ReuseportSocketArray, SocketCookie};
 use crate::skeleton::steer::SteerSkelBuilder;
 
-/// Names of the counters that [`SteerProgram::counters`] returns.
+/// Names of the counters that [`ConnectionSteeringProgram::counters`] returns.
 pub use coreward_intf::STEER_COUNTER_NAMES as COUNTER_NAMES;
 
 /// Number of counters of the steering program.
-pub const COUNTER_COUNT: usize = intf::STEER_COUNTER_COUNT as usize;
+pub const STEER_COUNTER_COUNT: usize = intf::STEER_COUNTER_COUNT as usize;
 
 /// BPF program that selects a listening socket for each connection to one service. It continues to run after the value
 /// is dropped.
 #[derive(Debug)]
-pub struct SteerProgram {
-    select_program: OwnedFd,
+pub struct ConnectionSteeringProgram {
+    selection_program: OwnedFd,
     worker_sockets: ReuseportSocketArray,
     state: MmapArray<intf::steer_state>,
     is_state_taken_over: bool,
@@ -37,11 +37,11 @@ pub struct SteerProgram {
 
 /// Read access to the pinned steering counters of one service, even if no agent is running.
 #[derive(Debug)]
-pub struct SteerCounters(MmapArray<intf::steer_state>);
+pub struct ConnectionSteeringCounters(MmapArray<intf::steer_state>);
 
-impl SteerCounters {
-    /// Opens the counters that [`SteerProgram::load`] pinned. Fails when nothing is pinned, or the pins are of another
-    /// version.
+impl ConnectionSteeringCounters {
+    /// Opens the counters that [`ConnectionSteeringProgram::load`] pinned. Fails when nothing is pinned, or the pins
+    /// are of another version.
     pub fn open_pinned(pin_directory: &Path, service_name: &str) -> anyhow::Result<Self> {
         let state_path = pin_directory.join("steer").join(service_name).join("state");
         let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;
@@ -55,15 +55,16 @@ impl SteerCounters {
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`].
-    pub fn counter_values(&self) -> [u64; COUNTER_COUNT] {
+    pub fn counter_values(&self) -> [u64; STEER_COUNTER_COUNT] {
         *self.0.read(offset_of!(intf::steer_state, counters))
     }
 }
 
-impl SteerProgram {
+impl ConnectionSteeringProgram {
     /// Loads the program for a service, whose name is part of the pins' path. Pinned sockets stay in their slots.
-    /// `rss_map` is the map that [`ServerPrograms::rss_map`](crate::server::ServerPrograms::rss_map) returns. Fails
-    /// when the pin directory is not on a bpffs, the pins are of another version, or the kernel rejects the program.
+    /// `rss_map` is the map that [`ServerPrograms::rss_map_fd`](crate::server::ServerPrograms::rss_map_fd) returns.
+    /// Fails when the pin directory is not on a bpffs, the pins are of another version, or the kernel rejects the
+    /// program.
     pub fn load(pin_directory: &Path, service_name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let service_directory = pin_directory.join("steer").join(service_name);
         fs::create_dir_all(&service_directory).with_context(|| service_directory.display().to_string())?;
@@ -81,7 +82,7 @@ impl SteerProgram {
             )
         })?;
         let steer_program = Self {
-            select_program: loaded_skeleton.progs.steer.as_fd().try_clone_to_owned()?,
+            selection_program: loaded_skeleton.progs.steer.as_fd().try_clone_to_owned()?,
             worker_sockets: ReuseportSocketArray::new(
                 (&loaded_skeleton.maps.workers).try_into()?,
                 intf::MAX_STEERED_SOCKETS,
@@ -90,7 +91,7 @@ impl SteerProgram {
             is_state_taken_over,
         };
         if !is_state_taken_over {
-            steer_program.set_slots_by_queue(&[]);
+            steer_program.set_socket_slots_by_queue(&[]);
         }
         Ok(steer_program)
     }
@@ -103,7 +104,7 @@ impl SteerProgram {
     /// Attaches the program to the SO_REUSEPORT group that contains `socket`, and replaces the group's program, if any.
     /// Fails when the socket is in no such group.
     pub fn attach_to_socket_group(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        reuseport::attach_to_group(self.select_program.as_fd(), socket)
+        reuseport::attach_to_reuseport_group(self.selection_program.as_fd(), socket)
     }
 
     /// Returns the cookie of the socket in each used slot. The kernel clears the slot of a closed socket.
@@ -122,7 +123,7 @@ impl SteerProgram {
     /// Sets the slot whose socket gets the connections of each receive queue. For `None`, and for queues beyond the
     /// list, the kernel selects the socket. Panics with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES)
     /// queues.
-    pub fn set_slots_by_queue(&self, slots: &[Option<u32>]) {
+    pub fn set_socket_slots_by_queue(&self, slots: &[Option<u32>]) {
         let mut slots_by_queue = [intf::NO_SOCKET; intf::MAX_STEERED_QUEUES as usize];
         for (queue_entry, slot) in slots_by_queue[..slots.len()].iter_mut().zip(slots) {
             *queue_entry = slot.unwrap_or(intf::NO_SOCKET);
@@ -131,7 +132,7 @@ impl SteerProgram {
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`].
-    pub fn counters(&self) -> [u64; COUNTER_COUNT] {
+    pub fn counters(&self) -> [u64; STEER_COUNTER_COUNT] {
         *self.state.read(offset_of!(intf::steer_state, counters))
     }
 }

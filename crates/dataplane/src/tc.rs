@@ -58,7 +58,7 @@ pub fn attach_tc_program(
     pin_path: &Path,
 ) -> anyhow::Result<TcAttachMechanism> {
     if let Some(link) = open_pinned_link(pin_path)? {
-        if is_attached_to(&link, interface_index) {
+        if is_link_attached_to_interface(&link, interface_index) {
             replace_program(&link, program)
                 .with_context(|| format!("replacing the program of {}", pin_path.display()))?;
             return Ok(TcAttachMechanism::Tcx);
@@ -170,20 +170,20 @@ pub fn is_tc_program_attached(
     let Some(link) = open_pinned_link(pin_path)? else { return Ok(false) };
     // The program ids decide, because the same interface index may exist in another network namespace.
     let program_ids_at_hook = query_program_ids(interface_index, direction)?;
-    Ok(is_attached_to(&link, interface_index) && program_ids_at_hook.contains(&link.info()?.prog_id))
+    Ok(is_link_attached_to_interface(&link, interface_index) && program_ids_at_hook.contains(&link.info()?.prog_id))
 }
 
 /// Maximum number of programs on one tc hook (the kernel's BPF_MPROG_MAX).
-const MAX_PROGRAMS_PER_HOOK: usize = 64;
+const MAX_PROGRAMS_PER_TC_HOOK: usize = 64;
 
 fn query_program_ids(interface_index: u32, direction: PacketDirection) -> anyhow::Result<Vec<u32>> {
-    let mut program_ids = [0u32; MAX_PROGRAMS_PER_HOOK];
+    let mut program_ids = [0u32; MAX_PROGRAMS_PER_TC_HOOK];
     let mut query_options = libbpf_sys::bpf_prog_query_opts {
         sz: size_of::<libbpf_sys::bpf_prog_query_opts>() as libbpf_sys::size_t,
         prog_ids: program_ids.as_mut_ptr(),
         ..Default::default()
     };
-    query_options.__bindgen_anon_1.count = MAX_PROGRAMS_PER_HOOK as u32;
+    query_options.__bindgen_anon_1.count = MAX_PROGRAMS_PER_TC_HOOK as u32;
     // SAFETY: `query_options` and `program_ids`, of the declared length, live through the call.
     let result = unsafe {
         libbpf_sys::bpf_prog_query_opts(interface_index as i32, direction.tcx_attach_type(), &raw mut query_options)
@@ -208,7 +208,7 @@ fn open_pinned_link(pin_path: &Path) -> anyhow::Result<Option<Link>> {
     Link::open(pin_path).map(Some).with_context(|| pin_path.display().to_string())
 }
 
-fn is_attached_to(link: &Link, interface_index: u32) -> bool {
+fn is_link_attached_to_interface(link: &Link, interface_index: u32) -> bool {
     // A link whose device was removed has the index 0.
     matches!(link.info().map(|info| info.info), Ok(LinkTypeInfo::Tcx(tcx)) if tcx.ifindex == interface_index)
 }

@@ -65,19 +65,19 @@ const MAX_PACKET_GROWTH_BYTES: usize = 256;
 /// The kernel does not restore the packet between runs. Fails without privileges, when the packet is too short or too
 /// long, or when the program's type does not support test runs.
 pub fn run_program(program: BorrowedFd<'_>, packet: &[u8], repeat_count: u32) -> io::Result<TestRunOutcome> {
-    run_from_queue(program, packet, repeat_count, None)
+    run_program_from_queue(program, packet, repeat_count, None)
 }
 
 /// Runs `program` as [`run_program`] does, on a packet from the receive queue `queue`. With `None`, the packet is from
 /// the first queue of the loopback device. Fails as [`run_program`] does, and when the queue does not exist.
-pub fn run_from_queue(
+pub fn run_program_from_queue(
     program: BorrowedFd<'_>,
     packet: &[u8],
     repeat: u32,
     queue: Option<ReceiveQueueId>,
 ) -> io::Result<TestRunOutcome> {
     let mut output_buffer = vec![0; packet.len() + MAX_PACKET_GROWTH_BYTES];
-    let run_options = run_with_context(program, packet, repeat, queue, &mut output_buffer)?;
+    let run_options = run_program_with_context(program, packet, repeat, queue, &mut output_buffer)?;
     output_buffer.truncate(run_options.data_size_out as usize);
     let mean_duration = Duration::from_nanos(run_options.duration.into());
     Ok(TestRunOutcome { verdict: run_options.retval as i32, packet: output_buffer, mean_duration })
@@ -86,8 +86,12 @@ pub fn run_from_queue(
 /// Runs `program` once, without allocating memory, and writes the resulting packet to `output_buffer`. Returns the
 /// program's return value and the length of the resulting packet. Fails as [`run_program`] does, and when that packet
 /// does not fit into `output_buffer`.
-pub fn run_into_buffer(program: BorrowedFd<'_>, packet: &[u8], output_buffer: &mut [u8]) -> io::Result<(i32, usize)> {
-    let run_options = run_with_context(program, packet, 1, None, output_buffer)?;
+pub fn run_program_into_buffer(
+    program: BorrowedFd<'_>,
+    packet: &[u8],
+    output_buffer: &mut [u8],
+) -> io::Result<(i32, usize)> {
+    let run_options = run_program_with_context(program, packet, 1, None, output_buffer)?;
     Ok((run_options.retval as i32, run_options.data_size_out as usize))
 }
 
@@ -107,7 +111,7 @@ pub fn run_program_live(program: BorrowedFd<'_>, frame: &[u8], frame_count: u32)
     if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
 }
 
-fn run_with_context(
+fn run_program_with_context(
     program: BorrowedFd<'_>,
     packet: &[u8],
     repeat: u32,

@@ -20,9 +20,9 @@ const IFLA_INFO_KIND: u16 = 1;
 const IFLA_XDP_ATTACHED: u16 = 2;
 /// XDP modes in which the program runs in the driver: XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of
 /// include/uapi/linux/if_link.h.
-const DRIVER_ATTACH_MODES: [u8; 2] = [1, 4];
+const XDP_DRIVER_ATTACH_MODES: [u8; 2] = [1, 4];
 /// Size of struct nlmsghdr and struct ifinfomsg together, in bytes.
-const LINK_HEADERS_BYTES: usize = 16 + 16;
+const NETLINK_LINK_HEADERS_BYTES: usize = 16 + 16;
 
 /// Returns whether the other end of a veth pair has a native XDP program. Returns `None` if the device is not a veth
 /// device, or the kernel does not reveal the other end.
@@ -38,7 +38,7 @@ pub fn peer_has_native_xdp(interface_index: u32) -> Option<bool> {
     let peer_attributes =
         query_link_attributes(read_u32_attribute(IFLA_LINK)?, read_u32_attribute(IFLA_LINK_NETNSID)).ok()?;
     let attach_mode = find_attribute(find_attribute(&peer_attributes, IFLA_XDP)?, IFLA_XDP_ATTACHED)?;
-    Some(attach_mode.first().is_some_and(|mode| DRIVER_ATTACH_MODES.contains(mode)))
+    Some(attach_mode.first().is_some_and(|mode| XDP_DRIVER_ATTACH_MODES.contains(mode)))
 }
 
 /// Returns a network device's netlink attributes. `namespace` is the id of the device's network namespace in the
@@ -49,7 +49,7 @@ fn query_link_attributes(interface_index: u32, namespace: Option<u32>) -> io::Re
     });
     let namespace_attribute = namespace_attribute.unwrap_or_default();
     let mut query_message = Vec::new();
-    query_message.extend(((LINK_HEADERS_BYTES + namespace_attribute.len()) as u32).to_ne_bytes());
+    query_message.extend(((NETLINK_LINK_HEADERS_BYTES + namespace_attribute.len()) as u32).to_ne_bytes());
     query_message.extend(libc::RTM_GETLINK.to_ne_bytes());
     query_message.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
     // Sequence number and port of the header, then family, padding and type.
@@ -64,7 +64,7 @@ fn query_link_attributes(interface_index: u32, namespace: Option<u32>) -> io::Re
     let answer_length = recv(socket.as_raw_fd(), &mut answer_buffer, MsgFlags::empty())?;
     answer_buffer.truncate(answer_length);
     let message_type = answer_buffer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
-    match (message_type, answer_buffer.get(LINK_HEADERS_BYTES..)) {
+    match (message_type, answer_buffer.get(NETLINK_LINK_HEADERS_BYTES..)) {
         (Some(libc::RTM_NEWLINK), Some(attributes)) => Ok(attributes.to_vec()),
         _ => Err(io::Error::other("the kernel does not show the link")),
     }
@@ -80,10 +80,10 @@ fn open_route_socket() -> io::Result<OwnedFd> {
 
 pub(crate) fn find_attribute(mut attributes: &[u8], attribute_type: u16) -> Option<&[u8]> {
     // Mask without the bits NLA_F_NESTED and NLA_F_NET_BYTEORDER.
-    const ATTRIBUTE_TYPE_MASK: u16 = 0x3fff;
+    const NETLINK_ATTRIBUTE_TYPE_MASK: u16 = 0x3fff;
     loop {
         let length = usize::from(u16::from_ne_bytes(attributes.get(..2)?.try_into().ok()?));
-        let current_type = u16::from_ne_bytes(attributes.get(2..4)?.try_into().ok()?) & ATTRIBUTE_TYPE_MASK;
+        let current_type = u16::from_ne_bytes(attributes.get(2..4)?.try_into().ok()?) & NETLINK_ATTRIBUTE_TYPE_MASK;
         if current_type == attribute_type {
             return attributes.get(4..length);
         }
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn attribute_is_found_by_type() {
+    fn netlink_attribute_is_found_by_type() {
         let encoded_attributes = [5, 0, 1, 0, 7, 0, 0, 0, 6, 0, 2, 0x80, 8, 9, 0, 0];
         assert_eq!(find_attribute(&encoded_attributes, 1), Some(&[7][..]));
         assert_eq!(find_attribute(&encoded_attributes, 2), Some(&[8, 9][..]));

@@ -17,27 +17,27 @@ const SIOCGIFVLAN: libc::c_ulong = 0x8982;
 /// Command of SIOCGIFVLAN that returns the underlying device's name (`enum vlan_ioctl_cmds` in linux/if_vlan.h).
 const GET_VLAN_REALDEV_NAME_CMD: c_int = 8;
 const GET_VLAN_VID_CMD: c_int = 9;
-const NAME_FIELD_BYTES: usize = 24;
+const DEVICE_NAME_FIELD_BYTES: usize = 24;
 
 /// Argument of SIOCGIFVLAN, struct vlan_ioctl_args of linux/if_vlan.h.
 #[repr(C)]
 struct VlanIoctlRequest {
     command: c_int,
-    device_name: [c_char; NAME_FIELD_BYTES],
+    device_name: [c_char; DEVICE_NAME_FIELD_BYTES],
     /// Answer of the kernel: the name of the underlying device, or the VLAN id in the first bytes.
-    answer_field: [u8; NAME_FIELD_BYTES],
+    answer_field: [u8; DEVICE_NAME_FIELD_BYTES],
     priority: c_short,
 }
 
 /// Queries a VLAN device and returns the kernel's answer. Fails when `device` is not a VLAN device.
-fn query_vlan_device(command: c_int, device: &str) -> io::Result<[u8; NAME_FIELD_BYTES]> {
+fn query_vlan_device(command: c_int, device: &str) -> io::Result<[u8; DEVICE_NAME_FIELD_BYTES]> {
     let mut vlan_request = VlanIoctlRequest {
         command,
-        device_name: [0; NAME_FIELD_BYTES],
-        answer_field: [0; NAME_FIELD_BYTES],
+        device_name: [0; DEVICE_NAME_FIELD_BYTES],
+        answer_field: [0; DEVICE_NAME_FIELD_BYTES],
         priority: 0,
     };
-    if device.len() >= NAME_FIELD_BYTES {
+    if device.len() >= DEVICE_NAME_FIELD_BYTES {
         return Err(io::Error::from_raw_os_error(libc::ENODEV));
     }
     for (name_char, byte) in vlan_request.device_name.iter_mut().zip(device.bytes()) {
@@ -51,7 +51,7 @@ fn query_vlan_device(command: c_int, device: &str) -> io::Result<[u8; NAME_FIELD
 
 /// Returns the name of a VLAN device's underlying device, and the VLAN. Returns `None` if `device` is not a VLAN
 /// device.
-pub fn underlying_device(device: &str) -> Option<(String, Vlan)> {
+pub fn underlying_device_and_vlan(device: &str) -> Option<(String, Vlan)> {
     let device_name = query_vlan_device(GET_VLAN_REALDEV_NAME_CMD, device).ok()?;
     let device_name = CStr::from_bytes_until_nul(&device_name).ok()?.to_str().ok()?.to_owned();
     let id = query_vlan_device(GET_VLAN_VID_CMD, device).ok()?;
@@ -62,7 +62,7 @@ pub fn underlying_device(device: &str) -> Option<(String, Vlan)> {
 /// Returns the name of the device whose receive queues and RSS configuration apply to `device`: the underlying device
 /// of a VLAN device, and otherwise `device` itself.
 pub fn underlying_device_or_self(device: &str) -> String {
-    underlying_device(device).map_or_else(|| device.to_owned(), |(nic, _)| nic)
+    underlying_device_and_vlan(device).map_or_else(|| device.to_owned(), |(nic, _)| nic)
 }
 
 /// Returns the name of the device for a VLAN at `interface`, or `None` if there is no such device. Untagged frames use
@@ -85,7 +85,7 @@ pub fn vlan_device_names(interface: &str, vlans: impl IntoIterator<Item = Vlan>)
     let Ok(devices) = if_nameindex() else { return names_by_vlan };
     for device in devices.iter().filter_map(|device| device.name().to_str().ok()) {
         if let Some((_, vlan)) =
-            underlying_device(device).filter(|(nic, vlan)| nic == interface && tagged_vlans.contains(vlan))
+            underlying_device_and_vlan(device).filter(|(nic, vlan)| nic == interface && tagged_vlans.contains(vlan))
         {
             names_by_vlan.entry(vlan).or_insert_with(|| device.to_owned());
         }
@@ -117,7 +117,7 @@ pub fn mac_mismatch_message(interface: &str, device: &str) -> Option<String> {
 
 /// Configures the driver to leave VLAN tags in received frames. Fails when the driver does not support this.
 pub fn disable_rx_vlan_offload(interface: &str) -> io::Result<()> {
-    let offload_flags = ethtool::offload_flags(interface)?;
+    let offload_flags = ethtool::read_offload_flags(interface)?;
     if offload_flags & ETH_FLAG_RXVLAN == 0 {
         return Ok(());
     }
@@ -136,8 +136,8 @@ mod tests {
 
     #[test]
     fn loopback_is_no_vlan_device() {
-        assert_eq!((underlying_device("lo"), underlying_device_or_self("lo")), (None, "lo".to_owned()));
-        assert_eq!(underlying_device("a-name-that-is-longer-than-allowed"), None);
+        assert_eq!((underlying_device_and_vlan("lo"), underlying_device_or_self("lo")), (None, "lo".to_owned()));
+        assert_eq!(underlying_device_and_vlan("a-name-that-is-longer-than-allowed"), None);
         assert_eq!(vlan_device_name("lo", Vlan::UNTAGGED).as_deref(), Some("lo"));
         let some_vlan = Vlan::new(7).unwrap();
         assert_eq!(vlan_device_name("lo", some_vlan), None);

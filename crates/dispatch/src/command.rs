@@ -30,12 +30,12 @@ pub struct DispatchArgs {
     #[arg(long, conflicts_with = "detach")]
     status: bool,
     /// Format of the output of --status
-    #[arg(long, value_enum, default_value_t = OutputFormat::Text, requires = "status")]
-    format: OutputFormat,
+    #[arg(long, value_enum, default_value_t = DispatchOutputFormat::Text, requires = "status")]
+    format: DispatchOutputFormat,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum OutputFormat {
+enum DispatchOutputFormat {
     /// Text for people
     Text,
     /// One JSON object, for programs
@@ -62,13 +62,13 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
     };
     match config {
         _ if args.detach => {
-            service_pin_directories.iter().try_for_each(|directory| service::end_dispatch(directory)).map(|()| None)
+            service_pin_directories.iter().try_for_each(|directory| service::stop_dispatching(directory)).map(|()| None)
         }
         _ if args.status => {
             let service_statuses = status::read_pinned_status(&service_pin_directories)?;
             Ok(Some(match args.format {
-                OutputFormat::Json => status::status_json(&service_statuses).to_string(),
-                OutputFormat::Text => status::format_status(&service_statuses),
+                DispatchOutputFormat::Json => status::status_json(&service_statuses).to_string(),
+                DispatchOutputFormat::Text => status::format_status(&service_statuses),
             }))
         }
         Some(config) => daemon::run_daemon(&config).map(|()| None),

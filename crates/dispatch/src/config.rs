@@ -13,7 +13,7 @@ use coreward_config::{
 };
 use coreward_dataplane::dispatch::{
     self, DispatchOptions, DispatchPolicy, MAX_PRIORITY_CLASSES, MAX_REQUEST_TYPES, MAX_RESPONSE_TIMEOUT,
-    MAX_WORKERS_PER_SERVICE, QUEUE_POLL_INTERVAL, RequestTimeouts, RequestType,
+    MAX_WORKERS_PER_SERVICE, PayloadRequestType, RequestTimeouts, WORKER_QUEUE_POLL_INTERVAL,
 };
 use coreward_model::dispatch::{OutstandingBoundsByClass, RoundedServiceTime};
 
@@ -38,11 +38,11 @@ pub struct DispatchServiceConfig {
     /// Expected service time of each request type. The last element is for requests of no type. `None` means that the
     /// time is learned.
     pub expected_service_times: Vec<Option<Duration>>,
-    /// Default bound on a worker's outstanding requests, from which [`DispatchServiceConfig::class_bounds`] computes
-    /// the bounds.
-    default_class_bound: u32,
+    /// Default bound on a worker's outstanding requests, from which
+    /// [`DispatchServiceConfig::outstanding_bounds_by_class`] computes the bounds.
+    default_outstanding_bound: u32,
     reserved_worker_count: u16,
-    reserved_worker_bound: u32,
+    reserved_worker_outstanding_bound: u32,
     priority_class_count: u8,
 }
 
@@ -60,27 +60,27 @@ impl DispatchServiceConfig {
             },
             user_space_timeouts: RequestTimeouts::default(),
             expected_service_times: vec![None],
-            default_class_bound: DEFAULT_CLASS_BOUND,
+            default_outstanding_bound: DEFAULT_OUTSTANDING_REQUEST_BOUND,
             reserved_worker_count: DEFAULT_RESERVED_WORKERS,
-            reserved_worker_bound: 0,
+            reserved_worker_outstanding_bound: 0,
             priority_class_count: 1,
         }
     }
 
     /// Returns the bounds on a worker's outstanding requests for each class, in a service with this number of workers.
-    pub fn class_bounds(&self, worker_count: u16) -> OutstandingBoundsByClass {
+    pub fn outstanding_bounds_by_class(&self, worker_count: u16) -> OutstandingBoundsByClass {
         OutstandingBoundsByClass::with_reserved_cores(
             worker_count,
             self.priority_class_count,
             self.reserved_worker_count,
-            self.default_class_bound,
-            self.reserved_worker_bound,
+            self.default_outstanding_bound,
+            self.reserved_worker_outstanding_bound,
         )
     }
 }
 
 /// Default bound on each worker's outstanding requests, which is that of RingLeader (NSDI'23, Sect. 7.1).
-const DEFAULT_CLASS_BOUND: u32 = 4;
+const DEFAULT_OUTSTANDING_REQUEST_BOUND: u32 = 4;
 /// Default number of reserved workers, if there are several classes.
 const DEFAULT_RESERVED_WORKERS: u16 = 1;
 
@@ -100,7 +100,7 @@ config_struct! {
 
 /// Minimum response timeout in ns. A shorter one would have no effect, because timeouts are checked once per poll
 /// interval.
-const MIN_RESPONSE_TIMEOUT_NS: u64 = QUEUE_POLL_INTERVAL.as_nanos() as u64;
+const MIN_RESPONSE_TIMEOUT_NS: u64 = WORKER_QUEUE_POLL_INTERVAL.as_nanos() as u64;
 
 config_struct! {
     struct DispatchServiceTable {
@@ -109,7 +109,7 @@ config_struct! {
         /// Policy that selects the worker.
         policy: DispatchPolicyName = DispatchPolicyName(DispatchPolicy::ShortestQueue),
         /// Number of outstanding requests at which a worker gets more only if all workers are at their bound.
-        bound: BoundedInteger<1, 65535> = BoundedInteger(DEFAULT_CLASS_BOUND.into()),
+        bound: BoundedInteger<1, 65535> = BoundedInteger(DEFAULT_OUTSTANDING_REQUEST_BOUND.into()),
         /// Number of workers that are reserved for class 0.
         reserved: BoundedInteger<0, { MAX_WORKERS_PER_SERVICE as u64 - 1 }> =
             BoundedInteger(DEFAULT_RESERVED_WORKERS.into()),
@@ -124,21 +124,21 @@ config_struct! {
         /// Position of the number that identifies the request type. Without it, each type has a prefix.
         type_field: Option<PayloadFieldTable>,
         /// Properties of requests that match no type.
-        other: OtherTypesTable = OtherTypesTable::default(),
+        other: OtherRequestTypesTable = OtherRequestTypesTable::default(),
         /// Types of requests. The first type that matches a request applies.
         types as "type": Vec<Spanned<RequestTypeTable>>,
     }
 }
 
 /// Maximum offset of a field in bytes, because no UDP payload is longer.
-const MAX_FIELD_OFFSET: u64 = 65_500;
+const MAX_TYPE_FIELD_OFFSET: u64 = 65_500;
 
 config_struct! {
     struct PayloadFieldTable {
         /// Offset of the field in the payload, in bytes.
-        offset: BoundedInteger<0, MAX_FIELD_OFFSET>,
+        offset: BoundedInteger<0, MAX_TYPE_FIELD_OFFSET>,
         /// Offset of the field in a response's payload, if it differs from that in a request.
-        response_offset: Option<BoundedInteger<0, MAX_FIELD_OFFSET>>,
+        response_offset: Option<BoundedInteger<0, MAX_TYPE_FIELD_OFFSET>>,
         /// Length of the field in bytes.
         bytes: BoundedInteger<1, 8>,
         /// Whether the field's first byte is the least significant.
@@ -151,7 +151,7 @@ type PriorityClassNumber = BoundedInteger<0, { MAX_PRIORITY_CLASSES as u64 - 1 }
 
 config_struct! {
     #[derive(Default)]
-    struct OtherTypesTable {
+    struct OtherRequestTypesTable {
         /// Expected service time; without it, the service time is learned.
         expected: Option<ExpectedServiceTime>,
         /// Priority class; 0 is the highest.
@@ -186,7 +186,7 @@ config_file!(DispatchConfig, |table: UncheckedDispatchConfig, reader| Some(table
 impl FromToml for DispatchConfig {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         let table = UncheckedDispatchConfig::read(value, reader)?;
-        Some(reader.check_value(|reader| table.check_embedded(reader)))
+        Some(reader.check_current_value(|reader| table.check_embedded(reader)))
     }
 
     fn describe_valid_values() -> String {
@@ -245,9 +245,9 @@ impl DispatchServiceTable {
         // mistakes, too.
         let mut service =
             DispatchServiceConfig::new(listen_address.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
-        service.default_class_bound = self.bound.0 as u32;
+        service.default_outstanding_bound = self.bound.0 as u32;
         service.reserved_worker_count = self.reserved.0 as u16;
-        service.reserved_worker_bound = self.reserved_bound.0 as u32;
+        service.reserved_worker_outstanding_bound = self.reserved_bound.0 as u32;
         if let Some(BoundedDuration(timeout)) = self.response_timeout {
             service.user_space_timeouts.response_timeout = timeout;
         }
@@ -257,7 +257,11 @@ impl DispatchServiceTable {
         service.program_options.request_id_position = self.request_id.as_ref().map(|field| {
             let response_offset = field.response_offset.unwrap_or(field.offset);
             let [offset, response_offset] = [field.offset, response_offset].map(|offset| offset.0 as u16);
-            dispatch::RequestIdPosition { request_offset: offset, response_offset, byte_count: field.bytes.0 as u8 }
+            dispatch::RequestIdPosition {
+                offset_in_request: offset,
+                offset_in_response: response_offset,
+                byte_count: field.bytes.0 as u8,
+            }
         });
         self.add_request_types(&mut service, reader);
         listen_address.map(|_| service)
@@ -272,9 +276,9 @@ impl DispatchServiceTable {
         service.expected_service_times.clear();
         for spanned_type in &self.types {
             let request_type = spanned_type.get_ref();
-            let value_and_mask = match_value_and_mask(request_type, self.type_field.as_ref());
+            let value_and_mask = request_type_pattern_and_mask(request_type, self.type_field.as_ref());
             let Some((value, mask)) = reader.ok_or_report(value_and_mask, spanned_type.span()) else { continue };
-            service.program_options.request_types.push(RequestType {
+            service.program_options.request_types.push(PayloadRequestType {
                 payload_value: value,
                 payload_mask: mask,
                 priority_class: request_type.class.0 as u8,
@@ -302,7 +306,7 @@ impl DispatchServiceTable {
 type PayloadFieldBytes = [u8; 8];
 
 /// Returns the bytes that identify a request type, and the mask of the bits that must match.
-fn match_value_and_mask(
+fn request_type_pattern_and_mask(
     request_type: &RequestTypeTable,
     type_field: Option<&PayloadFieldTable>,
 ) -> Result<(PayloadFieldBytes, PayloadFieldBytes), String> {
@@ -352,14 +356,14 @@ mod tests {
     const DNS_SERVICE_CONFIG: &str = "[[service]]\nlisten = \"0.0.0.0:53\"\n";
 
     #[test]
-    fn listen_address_alone_is_a_valid_configuration() {
+    fn listen_address_alone_is_a_valid_dispatch_configuration() {
         let config = parse_dispatch_config(DNS_SERVICE_CONFIG).unwrap();
         assert_eq!(config.pin_directory, Path::new(DEFAULT_PIN_DIRECTORY));
         assert_eq!(
             config.services,
             [DispatchServiceConfig::new("0.0.0.0:53".parse().unwrap(), DispatchPolicy::ShortestQueue)]
         );
-        assert_eq!(config.services[0].class_bounds(3).bounds_for_class(0), [4, 4, 4]);
+        assert_eq!(config.services[0].outstanding_bounds_by_class(3).core_bounds_for_class(0), [4, 4, 4]);
     }
 
     const TYPED_SERVICES_CONFIG: &str = r#"
@@ -392,7 +396,7 @@ class = 1
         assert_eq!(first.program_options.request_types[0].payload_value, [1, 2, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.program_options.request_types[0].payload_mask, [255, 255, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.expected_service_times, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
-        let id = dispatch::RequestIdPosition { request_offset: 0, response_offset: 4, byte_count: 2 };
+        let id = dispatch::RequestIdPosition { offset_in_request: 0, offset_in_response: 4, byte_count: 2 };
         assert_eq!(first.program_options.request_id_position, Some(id));
         assert_eq!(&second.program_options.request_types[0].payload_value, b"get \0\0\0\0");
         assert_eq!(
@@ -404,13 +408,16 @@ class = 1
             (1, 2, false)
         );
         assert_eq!(
-            (second.class_bounds(3).bounds_for_class(0), second.class_bounds(3).bounds_for_class(1)),
+            (
+                second.outstanding_bounds_by_class(3).core_bounds_for_class(0),
+                second.outstanding_bounds_by_class(3).core_bounds_for_class(1)
+            ),
             (&[2, 2, 2][..], &[0, 2, 2][..])
         );
     }
 
     #[test]
-    fn error_messages_name_line_key_and_expected_value() {
+    fn config_errors_name_line_key_and_expected_value() {
         let error_of_config =
             |extra_lines: &str| parse_dispatch_config(&format!("{DNS_SERVICE_CONFIG}{extra_lines}\n")).unwrap_err();
         assert_eq!(
@@ -452,7 +459,7 @@ class = 1
     }
 
     #[test]
-    fn all_mistakes_are_reported_at_once() {
+    fn all_dispatch_config_mistakes_are_reported_at_once() {
         let invalid_config =
             "[[service]]\npolicy = \"x\"\n[[service.type]]\n[[service]]\nlisten = \"0.0.0.0:0\"\nbound = 0\n";
         let mistakes = parse_dispatch_config(invalid_config).unwrap_err();

@@ -16,7 +16,7 @@ use crate::dispatcher::DispatcherHandle;
 use crate::{service, status};
 
 /// Interval between checks that the services' maintenance thread is running.
-const THREAD_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+const MAINTENANCE_THREAD_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs the dispatcher until SIGTERM or SIGINT. Afterwards, the pinned BPF programs continue to dispatch requests.
 pub fn run_daemon(config: &DispatchConfig) -> anyhow::Result<()> {
@@ -31,7 +31,7 @@ pub fn run_daemon(config: &DispatchConfig) -> anyhow::Result<()> {
         })
         .collect();
     metrics_endpoint::serve_metrics(config.metrics, || (), move || metrics_snapshot(&service_pin_directories))?;
-    while stop_receiver.recv_timeout(THREAD_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+    while stop_receiver.recv_timeout(MAINTENANCE_THREAD_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         ensure!(dispatcher.is_running(), "the thread that maintains the services has ended");
     }
     tracing::info!(

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use anyhow::{Context as _, anyhow};
-use coreward_dataplane::dispatch::{QUEUE_POLL_INTERVAL, cgroup2_mount_point};
+use coreward_dataplane::dispatch::{WORKER_QUEUE_POLL_INTERVAL, cgroup2_mount_point};
 use parking_lot::Mutex;
 
 use crate::config::DispatchConfig;
@@ -20,7 +20,7 @@ use crate::status::DispatchServiceStatus;
 pub struct DispatcherHandle {
     /// Sender of new configurations to the thread. It is `None` only while the handle is dropped.
     config_change_sender: Option<Sender<DispatchConfigChange>>,
-    shared_state: Arc<Mutex<DispatchState>>,
+    shared_state: Arc<Mutex<DispatchedServicesState>>,
     maintenance_thread: Option<JoinHandle<()>>,
 }
 
@@ -29,7 +29,7 @@ type DispatchConfigChange = (DispatchConfig, Sender<anyhow::Result<()>>);
 
 /// State of the dispatched services when they were last polled.
 #[derive(Debug, Clone, Default)]
-pub struct DispatchState {
+pub struct DispatchedServicesState {
     pub service_statuses: Vec<DispatchServiceStatus>,
     pub warnings: Vec<String>,
 }
@@ -39,7 +39,7 @@ impl DispatcherHandle {
     pub fn start(config: &DispatchConfig) -> anyhow::Result<Self> {
         let mut services = MaintainedServices::start(config)?;
         let (config_change_sender, config_change_receiver) = channel();
-        let shared_state = Arc::new(Mutex::new(DispatchState::default()));
+        let shared_state = Arc::new(Mutex::new(DispatchedServicesState::default()));
         let published_state = Arc::clone(&shared_state);
         // A new thread inherits the network namespace of its parent.
         let maintenance_thread = std::thread::Builder::new()
@@ -66,7 +66,7 @@ impl DispatcherHandle {
         result_receiver.recv().map_err(|_| thread_ended_error())?
     }
 
-    pub fn state(&self) -> DispatchState {
+    pub fn state(&self) -> DispatchedServicesState {
         self.shared_state.lock().clone()
     }
 
@@ -81,7 +81,10 @@ pub fn detach_services(config: &DispatchConfig) -> anyhow::Result<()> {
     let to_pin_directory = |service_config: &crate::config::DispatchServiceConfig| {
         service::service_pin_directory(&config.pin_directory, service_config.program_options.service_address)
     };
-    config.services.iter().try_for_each(|service_config| service::end_dispatch(&to_pin_directory(service_config)))?;
+    config
+        .services
+        .iter()
+        .try_for_each(|service_config| service::stop_dispatching(&to_pin_directory(service_config)))?;
     // An error is ignored, because other services may still use the directory.
     let _ = std::fs::remove_dir(&config.pin_directory);
     Ok(())
@@ -115,14 +118,14 @@ impl MaintainedServices {
     fn run_maintenance_loop(
         &mut self,
         config_change_receiver: &Receiver<DispatchConfigChange>,
-        shared_state: &Mutex<DispatchState>,
+        shared_state: &Mutex<DispatchedServicesState>,
     ) {
         let mut next_poll_at = Instant::now();
         loop {
             self.services.iter_mut().for_each(DispatchedService::poll);
             *shared_state.lock() = self.current_state();
             // Missed polls are skipped, because a burst of polls would make requests seem older than they are.
-            next_poll_at = (next_poll_at + QUEUE_POLL_INTERVAL).max(Instant::now());
+            next_poll_at = (next_poll_at + WORKER_QUEUE_POLL_INTERVAL).max(Instant::now());
             match config_change_receiver.recv_timeout(next_poll_at.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
@@ -134,8 +137,8 @@ impl MaintainedServices {
         }
     }
 
-    fn current_state(&self) -> DispatchState {
-        DispatchState {
+    fn current_state(&self) -> DispatchedServicesState {
+        DispatchedServicesState {
             service_statuses: self.services.iter().map(DispatchedService::status).collect(),
             warnings: self.services.iter().filter_map(DispatchedService::current_warning).collect(),
         }
@@ -157,7 +160,7 @@ impl MaintainedServices {
             let listen_address = service.listen_address();
             drop(service);
             replace_result = replace_result
-                .and(service::end_dispatch(&service::service_pin_directory(&self.pin_directory, listen_address)));
+                .and(service::stop_dispatching(&service::service_pin_directory(&self.pin_directory, listen_address)));
         }
         self.pin_directory.clone_from(&config.pin_directory);
         for service_config in &config.services {

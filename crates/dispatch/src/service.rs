@@ -30,7 +30,7 @@ pub struct DispatchedService {
     /// Inodes of the worker sockets that the last search found.
     worker_socket_inodes: BTreeSet<SocketInode>,
     learned_service_times: Vec<LearnedServiceTime>,
-    last_observed_service_times: Vec<(u64, u64)>,
+    previous_time_sums_and_counts: Vec<(u64, u64)>,
     /// The service's last warning, which is kept so that each warning is logged only once.
     last_warning: Option<String>,
 }
@@ -67,14 +67,14 @@ impl DispatchedService {
             last_worker_death_at: None,
             worker_socket_inodes: BTreeSet::new(),
             learned_service_times,
-            last_observed_service_times,
+            previous_time_sums_and_counts: last_observed_service_times,
             last_warning: None,
         };
         service.write_expected_service_times();
         Ok(service)
     }
 
-    /// Performs the service's periodic maintenance. Called once per [`dispatch::QUEUE_POLL_INTERVAL`].
+    /// Performs the service's periodic maintenance. Called once per [`dispatch::WORKER_QUEUE_POLL_INTERVAL`].
     pub fn poll(&mut self) {
         let poll_result = self
             .dispatch_programs
@@ -96,7 +96,7 @@ impl DispatchedService {
             || self.last_worker_search_at.is_none_or(|at| at.elapsed() >= WORKER_SEARCH_INTERVAL)
         {
             self.last_worker_search_at = Some(Instant::now());
-            match self.find_workers(has_worker_died) {
+            match self.find_and_add_workers(has_worker_died) {
                 Ok(()) => self.last_warning = None,
                 Err(error) => self.record_warning(format!("{error:#}")),
             }
@@ -135,7 +135,7 @@ impl DispatchedService {
         for (((learned_time, previous_observation), new_observation), expected_time) in self
             .learned_service_times
             .iter_mut()
-            .zip(&self.last_observed_service_times)
+            .zip(&self.previous_time_sums_and_counts)
             .zip(&observed_service_times)
             .zip(expected_service_times)
         {
@@ -147,7 +147,7 @@ impl DispatchedService {
                 );
             }
         }
-        self.last_observed_service_times = observed_service_times;
+        self.previous_time_sums_and_counts = observed_service_times;
         self.write_expected_service_times();
     }
 
@@ -168,7 +168,7 @@ impl DispatchedService {
         self.dispatch_programs.set_expected_service_times(&expected_service_times);
     }
 
-    fn find_workers(&mut self, has_worker_died: bool) -> anyhow::Result<()> {
+    fn find_and_add_workers(&mut self, has_worker_died: bool) -> anyhow::Result<()> {
         let listen_address = self.service_config.program_options.service_address;
         let socket_inodes = listeners::udp_socket_inodes(listen_address)?;
         if socket_inodes == self.worker_socket_inodes && !has_worker_died {
@@ -193,7 +193,7 @@ impl DispatchedService {
                 }
             }
         }
-        self.dispatch_programs.set_request_limits(|workers| self.service_config.class_bounds(workers));
+        self.dispatch_programs.set_request_limits(|workers| self.service_config.outstanding_bounds_by_class(workers));
         if is_search_complete {
             self.worker_socket_inodes = socket_inodes;
         }
@@ -236,19 +236,19 @@ fn find_socket_readers(socket_inodes: &BTreeSet<SocketInode>) -> anyhow::Result<
         socket_readers.extend(listeners::find_owning_processes(&inodes_without_waiter)?);
     }
     // The readers are in the order in which the workers started.
-    socket_readers.sort_by_key(|listener| (listener.descriptor_number, listener.pid, listener.inode));
+    socket_readers.sort_by_key(|listener| (listener.file_descriptor, listener.pid, listener.inode));
     Ok(socket_readers)
 }
 
 /// Stops dispatching for a service, so that the kernel selects workers again. Fails when its programs or pins cannot be
 /// removed.
-pub fn end_dispatch(pin_directory: &Path) -> anyhow::Result<()> {
+pub fn stop_dispatching(pin_directory: &Path) -> anyhow::Result<()> {
     if let Ok(ledger) = dispatch::open_pinned_ledger(pin_directory) {
         let listen_address = ledger.service_address_and_policy_name().0;
         // If all sockets are closed, the kernel has already detached the program.
         for listener in find_socket_readers(&listeners::udp_socket_inodes(listen_address)?)? {
             if let Err(error) = listeners::duplicate_process_socket(&listener)
-                .and_then(|socket| reuseport::detach_from_group(socket.as_fd()))
+                .and_then(|socket| reuseport::detach_from_reuseport_group(socket.as_fd()))
             {
                 tracing::debug!(
                     event = "not-detached",

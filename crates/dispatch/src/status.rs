@@ -5,19 +5,21 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use coreward_dataplane::dispatch::{self, COUNTER_NAMES, QUEUE_POLL_INTERVAL, RequestLedger, WorkerRequestCounts};
+use coreward_dataplane::dispatch::{
+    self, COUNTER_NAMES, RequestLedger, WORKER_QUEUE_POLL_INTERVAL, WorkerRequestCounts,
+};
 use coreward_wire::v1;
 use serde_json::{Value, json};
 
 /// Time since the last poll after which the status shows a warning.
-const MAX_POLL_DELAY: Duration = QUEUE_POLL_INTERVAL.saturating_mul(20);
+const MAX_QUEUE_POLL_DELAY: Duration = WORKER_QUEUE_POLL_INTERVAL.saturating_mul(20);
 
 #[derive(Debug, Clone)]
 pub struct DispatchServiceStatus {
     pub listen_address: SocketAddr,
-    pub policy: &'static str,
+    pub policy_name: &'static str,
     pub time_since_last_poll: Duration,
-    pub worker_counts: Vec<WorkerRequestCounts>,
+    pub worker_request_counts: Vec<WorkerRequestCounts>,
     pub counters: Vec<(&'static str, u64)>,
 }
 
@@ -26,9 +28,9 @@ impl From<&RequestLedger> for DispatchServiceStatus {
         let (listen_address, policy) = ledger.service_address_and_policy_name();
         Self {
             listen_address,
-            policy,
+            policy_name: policy,
             time_since_last_poll: ledger.time_since_last_poll(),
-            worker_counts: ledger.worker_counts(),
+            worker_request_counts: ledger.worker_request_counts(),
             counters: COUNTER_NAMES.into_iter().zip(ledger.counters()).collect(),
         }
     }
@@ -38,8 +40,8 @@ impl From<DispatchServiceStatus> for v1::DispatchedService {
     fn from(status: DispatchServiceStatus) -> Self {
         Self {
             listen: status.listen_address.to_string(),
-            policy: status.policy.to_owned(),
-            workers: status.worker_counts.iter().map(to_worker_message).collect(),
+            policy: status.policy_name.to_owned(),
+            workers: status.worker_request_counts.iter().map(to_worker_message).collect(),
             counters: status.counters.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
         }
     }
@@ -74,15 +76,15 @@ pub fn format_status(services: &[DispatchServiceStatus]) -> String {
         text.push_str("no service is dispatched\n");
     }
     for service in services {
-        let _ = writeln!(text, "{}: {}", service.listen_address, service.policy);
-        if service.time_since_last_poll > MAX_POLL_DELAY {
+        let _ = writeln!(text, "{}: {}", service.listen_address, service.policy_name);
+        if service.time_since_last_poll > MAX_QUEUE_POLL_DELAY {
             let _ = writeln!(
                 text,
                 "no daemon has maintained it for {:.0?}: is coreward dispatch or the agent running?",
                 service.time_since_last_poll
             );
         }
-        let _ = writeln!(text, "{}", worker_table(&service.worker_counts));
+        let _ = writeln!(text, "{}", worker_table(&service.worker_request_counts));
         let counter_texts: Vec<String> =
             service.counters.iter().map(|(name, count)| format!("{name} {count}")).collect();
         let _ = writeln!(text, "{}", counter_texts.join(", "));
@@ -130,9 +132,9 @@ fn service_json(service: &DispatchServiceStatus) -> Value {
         service.counters.iter().map(|(name, count)| ((*name).to_owned(), json!(count))).collect();
     json!({
         "listen": service.listen_address.to_string(),
-        "policy": service.policy,
+        "policy": service.policy_name,
         "since_last_poll_ms": service.time_since_last_poll.as_millis() as u64,
-        "workers": service.worker_counts.iter().map(worker_json).collect::<Vec<_>>(),
+        "workers": service.worker_request_counts.iter().map(worker_json).collect::<Vec<_>>(),
         "counters": counters_by_name,
     })
 }

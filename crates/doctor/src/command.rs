@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use anyhow::Context as _;
 use coreward_model::ServiceAddress;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 
 use crate::facts::MachineRole;
 use crate::finding::FindingSeverity;
@@ -38,12 +38,12 @@ pub struct DoctorArgs {
     #[arg(long, conflicts_with_all = ["config", "fix"])]
     list: bool,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
-    format: OutputFormat,
+    #[arg(long, value_enum, default_value_t = DoctorOutputFormat::Text)]
+    format: DoctorOutputFormat,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum OutputFormat {
+enum DoctorOutputFormat {
     /// Text for people
     Text,
     /// One JSON object, for programs
@@ -58,11 +58,13 @@ impl FromStr for ServiceArgument {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> anyhow::Result<Self> {
-        let (socket, protocol) = text.split_once('/').unwrap_or((text, Protocol::Tcp.name()));
+        let (socket, protocol) = text.split_once('/').unwrap_or((text, TransportProtocol::Tcp.name()));
         let syntax_error = || format!("{text:?}: expected ADDRESS:PORT, or with /tcp or /udp");
         let socket = socket.parse().with_context(syntax_error)?;
-        let protocol =
-            protocol.parse::<Protocol>().map_err(|error| anyhow::anyhow!("{error}")).with_context(syntax_error)?;
+        let protocol = protocol
+            .parse::<TransportProtocol>()
+            .map_err(|error| anyhow::anyhow!("{error}"))
+            .with_context(syntax_error)?;
         Ok(Self(ServiceAddress { vip_and_port: socket, protocol }))
     }
 }
@@ -91,16 +93,18 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     }
     let is_free_of_faults = findings.iter().all(|(_, finding)| finding.severity < FindingSeverity::Fault);
     let text = match args.format {
-        OutputFormat::Text => report::format_text(&facts, &findings, &executed_repairs),
-        OutputFormat::Json => format!("{:#}", report::format_json(&facts, &findings, &executed_repairs)),
+        DoctorOutputFormat::Text => report::format_report(&facts, &findings, &executed_repairs),
+        DoctorOutputFormat::Json => format!("{:#}", report::report_to_json(&facts, &findings, &executed_repairs)),
     };
     Ok((text, is_free_of_faults))
 }
 
-fn list_checks(format: OutputFormat) -> String {
+fn list_checks(format: DoctorOutputFormat) -> String {
     match format {
-        OutputFormat::Text => checks::DOCTOR_CHECKS.iter().map(report::describe_check).collect::<Vec<_>>().join("\n"),
-        OutputFormat::Json => {
+        DoctorOutputFormat::Text => {
+            checks::DOCTOR_CHECKS.iter().map(report::describe_check).collect::<Vec<_>>().join("\n")
+        }
+        DoctorOutputFormat::Json => {
             format!("{:#}", checks::DOCTOR_CHECKS.iter().map(report::check_to_json).collect::<serde_json::Value>())
         }
     }
@@ -111,12 +115,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn list_has_one_line_per_check() {
-        let text = list_checks(OutputFormat::Text);
+    fn doctor_list_has_one_line_per_check() {
+        let text = list_checks(DoctorOutputFormat::Text);
         assert_eq!(text.lines().count(), checks::DOCTOR_CHECKS.len());
         let jit_line = text.lines().find(|line| line.starts_with("jit ")).unwrap();
         assert!(jit_line.ends_with("lb, server (--fix): BPF programs are compiled, not interpreted"), "{jit_line}");
-        let list_json: serde_json::Value = serde_json::from_str(&list_checks(OutputFormat::Json)).unwrap();
+        let list_json: serde_json::Value = serde_json::from_str(&list_checks(DoctorOutputFormat::Json)).unwrap();
         assert_eq!(list_json.as_array().unwrap().len(), checks::DOCTOR_CHECKS.len());
         assert_eq!(list_json[0]["roles"][0], "lb");
     }
@@ -125,8 +129,8 @@ mod tests {
     fn service_argument_is_parsed_with_and_without_protocol() {
         let parse_service = |text: &str| ServiceArgument::from_str(text).map(|argument| argument.0);
         let expected_address = |protocol| ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol };
-        assert_eq!(parse_service("10.200.0.1:80").unwrap(), expected_address(Protocol::Tcp));
-        assert_eq!(parse_service("10.200.0.1:80/udp").unwrap(), expected_address(Protocol::Udp));
+        assert_eq!(parse_service("10.200.0.1:80").unwrap(), expected_address(TransportProtocol::Tcp));
+        assert_eq!(parse_service("10.200.0.1:80/udp").unwrap(), expected_address(TransportProtocol::Udp));
         for invalid_text in ["10.200.0.1", "10.200.0.1:80/sctp", ""] {
             assert!(
                 parse_service(invalid_text).unwrap_err().to_string().contains("expected ADDRESS:PORT"),

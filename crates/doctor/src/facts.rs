@@ -5,9 +5,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use coreward_agent::config::SteeringMode;
+use coreward_agent::config::ConnectionSteeringMode;
 use coreward_agent::load::queues::ReceiveQueueInterrupt;
-use coreward_agent::rss::ethtool::FlowType;
+use coreward_agent::rss::ethtool::RssFlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::DeviceXdpState;
 use coreward_dataplane::ethtool::DeviceQueueCounts;
@@ -47,14 +47,14 @@ pub struct DaemonSettings {
     pub pin_directory: Option<PathBuf>,
     pub controllers: Vec<SocketAddr>,
     /// Whether the agent sets the sysctl net.ipv4.tcp_timestamps itself.
-    pub manage_timestamps: bool,
+    pub manages_tcp_timestamps: bool,
     /// Whether the agent reports the busy time of a CPU as the load of its core.
     pub reports_cpu_time_as_load: bool,
     /// Method by which the agent selects the worker for a connection.
-    pub steer: SteeringMode,
+    pub steering_mode: ConnectionSteeringMode,
     pub xdp_mode: XdpMode,
     /// Number of the routing table in which the load balancer announces VIPs, or `None` if it announces none.
-    pub announcement_table: Option<u32>,
+    pub announcement_table_number: Option<u32>,
 }
 
 /// All facts about this machine that the checks examine.
@@ -71,7 +71,7 @@ pub struct MachineFacts {
     pub sysctl_values: BTreeMap<String, String>,
     pub bpf_file_system: BpfFileSystem,
     /// Reason why a new process could not take over the pinned programs and maps, or `None` if it could.
-    pub pins_problem: Option<String>,
+    pub pin_takeover_problem: Option<String>,
     /// Network device that receives the services' packets. `None` if it is not configured or does not exist.
     pub device: Option<DeviceFacts>,
     /// Addresses of all network devices.
@@ -83,7 +83,7 @@ pub struct MachineFacts {
     pub clock: ClockFacts,
     pub netfilter: NetfilterFacts,
     /// Address of the controller that answered, or the error. `None` for a controller, or if no address is configured.
-    pub controller_answer: Option<Result<SocketAddr, String>>,
+    pub answering_controller: Option<Result<SocketAddr, String>>,
     /// Services for which this machine is a server or a load balancer.
     pub services: Vec<ServiceFacts>,
     /// Servers of the services in `services`, by name.
@@ -118,7 +118,7 @@ pub struct CertificateFacts {
     pub subject: String,
     /// Text with the actual and the expected identity if the certificate belongs to another daemon, and otherwise
     /// `None`.
-    pub wrong_owner: Option<String>,
+    pub identity_mismatch: Option<String>,
     /// Remaining validity, which is zero if the certificate has expired.
     pub remaining_validity: Duration,
     /// Whether less than a third of the certificate's validity remains.
@@ -149,8 +149,8 @@ pub struct KernelFacts {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BpfFileSystem {
     /// Pin directory, or its nearest existing ancestor.
-    pub existing_directory: PathBuf,
-    /// Whether `existing_directory` is in a BPF file system.
+    pub nearest_existing_directory: PathBuf,
+    /// Whether `nearest_existing_directory` is in a BPF file system.
     pub is_bpf_file_system: bool,
 }
 
@@ -169,12 +169,12 @@ pub struct DeviceFacts {
     /// Whether the device merges received packets in hardware (large receive offload, LRO).
     pub is_lro_enabled: bool,
     /// Whether the RSS hash includes the ports, by flow type. Types that the driver does not report have no entry.
-    pub port_hashing_by_flow_type: BTreeMap<FlowType, bool>,
-    pub xdp: DeviceXdpState,
+    pub port_hashing_by_flow_type: BTreeMap<RssFlowType, bool>,
+    pub xdp_state: DeviceXdpState,
     /// Whether the peer of a veth device has an XDP program. `None` for other devices, or if the peer is not visible.
     pub veth_peer_has_xdp: Option<bool>,
     /// Names and values of the nonzero counters of frames that XDP sent and the driver dropped.
-    pub xdp_send_errors: Vec<(String, u64)>,
+    pub xdp_send_error_counts: Vec<(String, u64)>,
     /// Id of the XDP program that coreward has attached, which is found through its pinned link.
     pub own_program_id: Option<u32>,
     /// Settings that send packets to other cores than those that RSS selects.
@@ -183,9 +183,9 @@ pub struct DeviceFacts {
     pub interrupts_by_queue: BTreeMap<u16, ReceiveQueueInterrupt>,
     /// Number of entries in the RSS indirection table and input transform of the hash, or the reason why they are
     /// unknown.
-    pub rss_entries_and_transform: Result<(usize, RssInputTransform), RssProblem>,
+    pub rss_entry_count_and_transform: Result<(usize, RssInputTransform), RssProblem>,
     /// Whether the driver moves open connections to other queues (ATR), or `None` if it never can.
-    pub moves_open_connections: Option<bool>,
+    pub moves_connections_between_queues: Option<bool>,
     /// Whether the device removes the VLAN tags of received frames.
     pub strips_vlan_tags: bool,
     /// Names of the VLAN devices that use this device.
@@ -276,7 +276,7 @@ pub struct ServiceSocketFacts {
     /// Whether the sockets have SO_REUSEPORT set, or `None` if this is unknown.
     pub has_reuseport: Option<bool>,
     /// CPU affinity of each process that waits at one of the sockets.
-    pub worker_cpus: Vec<BTreeSet<usize>>,
+    pub worker_cpu_affinities: Vec<BTreeSet<usize>>,
 }
 
 /// Facts about the controller of this machine.
@@ -284,16 +284,16 @@ pub struct ServiceSocketFacts {
 pub struct ControllerFacts {
     pub listen_address: SocketAddr,
     /// Reason why the listening address cannot be bound, or `None` if it can.
-    pub listen_problem: Option<String>,
+    pub bind_problem: Option<String>,
     /// Whether a controller already answers at the listening address.
     pub is_running: bool,
-    pub store: StoreFacts,
+    pub store: ControllerStoreFacts,
 }
 
 /// Facts about the store in which the controller keeps its records.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum StoreFacts {
-    File {
+pub enum ControllerStoreFacts {
+    Embedded {
         path: PathBuf,
         /// Reason why the store's file cannot be created or written, or `None` if it can.
         problem: Option<String>,
@@ -317,8 +317,8 @@ impl MachineFacts {
     }
 
     /// Returns the values of a sysctl in net.ipv4.conf, for `all` and for the services' device.
-    pub fn all_and_device_sysctl_values(&self, name: &str) -> Option<(u32, u32)> {
-        let read_value = |device: &str| self.sysctl_value(&device_sysctl_path(device, name));
+    pub fn global_and_device_sysctl_values(&self, name: &str) -> Option<(u32, u32)> {
+        let read_value = |device: &str| self.sysctl_value(&ipv4_device_sysctl_path(device, name));
         Some((read_value("all")?, read_value(self.interface_name())?))
     }
 
@@ -328,7 +328,7 @@ impl MachineFacts {
 }
 
 /// Returns the path below /proc/sys of the sysctl that disables IPv6 on a device.
-pub fn disable_ipv6_sysctl_path(device: &str) -> String {
+pub fn ipv6_disabling_sysctl_path(device: &str) -> String {
     format!("net/ipv6/conf/{device}/disable_ipv6")
 }
 
@@ -336,6 +336,6 @@ pub fn disable_ipv6_sysctl_path(device: &str) -> String {
 pub const IPV6_FORWARDING_SYSCTL: &str = "net/ipv6/conf/all/forwarding";
 
 /// Returns the path below /proc/sys of a device's sysctl in net.ipv4.conf.
-pub fn device_sysctl_path(device: &str, name: &str) -> String {
+pub fn ipv4_device_sysctl_path(device: &str, name: &str) -> String {
     format!("net/ipv4/conf/{device}/{name}")
 }

@@ -49,7 +49,7 @@ pub struct RemedyStep {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AutomaticFix {
     /// Sets a sysctl now, and by a drop-in file at the next boot.
-    Sysctl {
+    SetSysctl {
         /// Path of the sysctl, below /proc/sys.
         path: String,
         value: &'static str,
@@ -102,7 +102,7 @@ impl Finding {
 
     /// Adds a remedy step that sets a sysctl. `--fix` executes it only if `is_safe_to_fix` is true.
     pub fn with_sysctl_remedy(self, path: String, value: &'static str, is_safe_to_fix: bool) -> Self {
-        let fix = AutomaticFix::Sysctl { path, value };
+        let fix = AutomaticFix::SetSysctl { path, value };
         if is_safe_to_fix { self.with_automatic_fix(fix) } else { self.with_remedy_step(fix.shell_command()) }
     }
 }
@@ -111,7 +111,7 @@ impl AutomaticFix {
     pub fn shell_command(&self) -> String {
         match self {
             // The name contains slashes, because device names may contain dots.
-            AutomaticFix::Sysctl { path, value } => format!("sysctl -w {}={value}", sysctl_name(path)),
+            AutomaticFix::SetSysctl { path, value } => format!("sysctl -w {}={value}", sysctl_name(path)),
             AutomaticFix::WriteFile { path, value } => format!("echo {value} > {}", path.display()),
             AutomaticFix::MountBpf => "mount -t bpf bpf /sys/fs/bpf".to_owned(),
             AutomaticFix::RestrictToOwner(path) => format!("chmod 600 {}", path.display()),
@@ -131,7 +131,7 @@ mod tests {
     #[test]
     fn fixes_are_shown_as_shell_commands() {
         let arp_ignore_fix =
-            |device: &str| AutomaticFix::Sysctl { path: format!("net/ipv4/conf/{device}/arp_ignore"), value: "1" };
+            |device: &str| AutomaticFix::SetSysctl { path: format!("net/ipv4/conf/{device}/arp_ignore"), value: "1" };
         assert_eq!(arp_ignore_fix("eth0").shell_command(), "sysctl -w net.ipv4.conf.eth0.arp_ignore=1");
         assert_eq!(arp_ignore_fix("eth0.7").shell_command(), "sysctl -w net/ipv4/conf/eth0.7/arp_ignore=1");
         assert_eq!(AutomaticFix::RestrictToOwner("/s".into()).shell_command(), "chmod 600 /s");

@@ -30,7 +30,7 @@ pub fn apply_fixes(findings: &[(&'static DoctorCheck, Finding)]) -> Vec<String> 
 
 fn apply_fix(fix: &AutomaticFix, check_name: &str) -> anyhow::Result<String> {
     match fix {
-        AutomaticFix::Sysctl { path, value } => {
+        AutomaticFix::SetSysctl { path, value } => {
             let file = Path::new("/proc/sys").join(path);
             let previous_value = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
             fs::write(&file, value).with_context(|| file.display().to_string())?;
@@ -63,14 +63,14 @@ fn apply_fix(fix: &AutomaticFix, check_name: &str) -> anyhow::Result<String> {
     }
 }
 
-const DROP_IN_HEADER: &str = "\
+const SYSCTL_DROP_IN_HEADER: &str = "\
 # By `coreward doctor --fix`. The name behind each line is the check (`coreward doctor --list`).\n\
                     # Delete a line, or the file, to undo it for the next boot.\n";
 
 /// Writes a line `NAME = VALUE` into the drop-in file, and removes an earlier line for the same sysctl.
 fn write_drop_in_line(file: &Path, sysctl_name: &str, value: &str, check_name: &str) -> io::Result<()> {
     let text = match fs::read_to_string(file) {
-        Err(error) if error.kind() == ErrorKind::NotFound => DROP_IN_HEADER.to_owned(),
+        Err(error) if error.kind() == ErrorKind::NotFound => SYSCTL_DROP_IN_HEADER.to_owned(),
         text => text?,
     };
     let sets_same_sysctl = |line: &&str| line.split('=').next().is_some_and(|key| key.trim() == sysctl_name);
@@ -84,7 +84,7 @@ fn write_drop_in_line(file: &Path, sysctl_name: &str, value: &str, check_name: &
 fn remove_orphan_comments(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let is_orphan_comment = |line_index: usize| {
-        let is_comment = |line: &str| line.starts_with("# ") && !DROP_IN_HEADER.contains(line);
+        let is_comment = |line: &str| line.starts_with("# ") && !SYSCTL_DROP_IN_HEADER.contains(line);
         is_comment(lines[line_index]) && lines.get(line_index + 1).is_none_or(|next| is_comment(next))
     };
     (0..lines.len()).filter(|line_index| !is_orphan_comment(*line_index)).map(|at| format!("{}\n", lines[at])).collect()
@@ -102,7 +102,7 @@ mod tests {
         write_drop_in_line(&file, "net.core.bpf_jit_enable", "1", "jit").unwrap();
         write_drop_in_line(&file, "net.ipv4.conf.eth0.arp_ignore", "2", "arp-ignore").unwrap();
         let expected = "# jit\nnet.core.bpf_jit_enable = 1\n# arp-ignore\nnet.ipv4.conf.eth0.arp_ignore = 2\n";
-        assert_eq!(fs::read_to_string(&file).unwrap(), format!("{DROP_IN_HEADER}{expected}"));
+        assert_eq!(fs::read_to_string(&file).unwrap(), format!("{SYSCTL_DROP_IN_HEADER}{expected}"));
         assert!(write_drop_in_line(&directory.path().join("no/90.conf"), "a", "1", "jit").is_err());
     }
 

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::ops::RangeInclusive;
 
 use coreward_model::ServiceAddress;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 
 /// Chain of nftables rules.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub struct NetfilterChain {
 pub struct NatRule {
     /// Conditions that a packet must meet to match the rule. Conditions of an unknown form are omitted, so that the
     /// rule may seem to match more packets than it does.
-    pub conditions: Vec<DestinationCondition>,
+    pub conditions: Vec<NatDestinationCondition>,
     pub changes_destination: bool,
     /// Names of the chains to which the rule jumps.
     pub jump_targets: Vec<String>,
@@ -39,22 +39,22 @@ pub struct NatRule {
 
 /// Condition of a rule on the destination of a packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum DestinationCondition {
+pub enum NatDestinationCondition {
     Address(Vec<RangeInclusive<IpAddr>>),
     Port(Vec<RangeInclusive<u16>>),
-    Protocol(Vec<Protocol>),
+    Protocol(Vec<TransportProtocol>),
 }
 
-impl DestinationCondition {
+impl NatDestinationCondition {
     fn may_match(&self, service: &ServiceAddress) -> bool {
         match self {
-            DestinationCondition::Address(ranges) => {
+            NatDestinationCondition::Address(ranges) => {
                 ranges.iter().any(|range| range.contains(&service.vip_and_port.ip()))
             }
-            DestinationCondition::Port(ranges) => {
+            NatDestinationCondition::Port(ranges) => {
                 ranges.iter().any(|range| range.contains(&service.vip_and_port.port()))
             }
-            DestinationCondition::Protocol(protocols) => protocols.contains(&service.protocol),
+            NatDestinationCondition::Protocol(protocols) => protocols.contains(&service.protocol),
         }
     }
 }
@@ -105,12 +105,12 @@ mod tests {
         NatRule { jump_targets: vec![target.to_owned()], ..NatRule::default() }
     }
 
-    fn dnat_rule(conditions: Vec<DestinationCondition>) -> NatRule {
+    fn dnat_rule(conditions: Vec<NatDestinationCondition>) -> NatRule {
         NatRule { conditions, changes_destination: true, jump_targets: vec![] }
     }
 
     fn tcp_service_at(socket: &str) -> ServiceAddress {
-        ServiceAddress { vip_and_port: socket.parse().unwrap(), protocol: Protocol::Tcp }
+        ServiceAddress { vip_and_port: socket.parse().unwrap(), protocol: TransportProtocol::Tcp }
     }
 
     #[test]
@@ -120,17 +120,17 @@ mod tests {
             !find_translating_chains(&chains, &tcp_service_at("10.200.0.1:80")).is_empty()
         };
         let address_condition = |first_address: &str, last_address: &str| {
-            DestinationCondition::Address(vec![first_address.parse().unwrap()..=last_address.parse().unwrap()])
+            NatDestinationCondition::Address(vec![first_address.parse().unwrap()..=last_address.parse().unwrap()])
         };
         assert!(is_translated_with(vec![]));
         assert!(is_translated_with(vec![
-            DestinationCondition::Port(vec![80..=80]),
-            DestinationCondition::Protocol(vec![Protocol::Tcp])
+            NatDestinationCondition::Port(vec![80..=80]),
+            NatDestinationCondition::Protocol(vec![TransportProtocol::Tcp])
         ]));
-        assert!(!is_translated_with(vec![DestinationCondition::Port(vec![8000..=9000])]));
+        assert!(!is_translated_with(vec![NatDestinationCondition::Port(vec![8000..=9000])]));
         assert!(!is_translated_with(vec![
-            DestinationCondition::Port(vec![80..=80]),
-            DestinationCondition::Protocol(vec![Protocol::Udp])
+            NatDestinationCondition::Port(vec![80..=80]),
+            NatDestinationCondition::Protocol(vec![TransportProtocol::Udp])
         ]));
         assert!(is_translated_with(vec![address_condition("10.200.0.0", "10.200.0.255")]));
         assert!(!is_translated_with(vec![address_condition("10.96.0.0", "10.96.255.255")]));
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn nat_chains_apply_only_if_reachable_from_prerouting() {
         let unrelated_rule =
-            NatRule { conditions: vec![DestinationCondition::Port(vec![443..=443])], ..jump_rule("ip nat OTHER") };
+            NatRule { conditions: vec![NatDestinationCondition::Port(vec![443..=443])], ..jump_rule("ip nat OTHER") };
         let chains = [
             new_chain("ip nat PREROUTING", "prerouting", vec![jump_rule("ip nat DOCKER"), unrelated_rule]),
             new_chain("ip nat DOCKER", "", vec![dnat_rule(vec![]), jump_rule("ip nat DOCKER")]),

@@ -8,7 +8,7 @@ use crate::checks::DoctorCheck;
 use crate::facts::MachineFacts;
 use crate::finding::{Finding, FindingSeverity};
 
-fn count_with_severity(findings: &[(&DoctorCheck, Finding)], severity: FindingSeverity) -> usize {
+fn count_findings_with_severity(findings: &[(&DoctorCheck, Finding)], severity: FindingSeverity) -> usize {
     findings.iter().filter(|(_, finding)| finding.severity == severity).count()
 }
 
@@ -26,7 +26,7 @@ pub fn check_to_json(check: &DoctorCheck) -> Value {
 }
 
 /// Returns the report as text. `repair_reports` contains sentences about the repairs that were executed.
-pub fn format_text(
+pub fn format_report(
     facts: &MachineFacts,
     findings: &[(&'static DoctorCheck, Finding)],
     repair_reports: &[String],
@@ -45,7 +45,7 @@ pub fn format_text(
             }
         }
     }
-    let count_findings = |severity| count_with_severity(findings, severity);
+    let count_findings = |severity| count_findings_with_severity(findings, severity);
     let _ = write!(
         text,
         "{}: {} ok, {} unknown, {} warnings, {} faults",
@@ -58,7 +58,7 @@ pub fn format_text(
     text
 }
 
-pub fn format_json(
+pub fn report_to_json(
     facts: &MachineFacts,
     findings: &[(&'static DoctorCheck, Finding)],
     repair_reports: &[String],

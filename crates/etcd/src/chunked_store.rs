@@ -18,27 +18,27 @@ const MANIFEST_FORMAT_VERSION: u32 = 1;
 /// Maximum number of operations in an etcd transaction. It is below 128, the default of etcd's --max-txn-ops.
 const MAX_TXN_OPERATIONS: usize = 100;
 /// Maximum size of a request to etcd, in bytes. It is below 1.5 MiB, the default of etcd's --max-request-bytes.
-const MAX_REQUEST_BYTES: usize = 1_000_000;
+const MAX_ETCD_REQUEST_BYTES: usize = 1_000_000;
 /// Maximum number of parts that one range request reads from etcd.
 const MAX_PARTS_PER_READ: i64 = 64;
-const MAX_RESPONSE_BYTES: usize = 256 << 20;
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+const MAX_ETCD_RESPONSE_BYTES: usize = 256 << 20;
+const STORE_READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Parts of the stored state: each part's content, by the part's name.
-pub type StateParts = BTreeMap<String, Vec<u8>>;
+pub type StoredStateParts = BTreeMap<String, Vec<u8>>;
 
 /// Store that keeps a state in etcd, with one key for each part of the state. Only the leader can write the state.
 pub struct ChunkedStore {
     leadership: Arc<Leadership>,
     key_prefix: String,
-    manifest: StateManifest,
+    manifest: StoredStateManifest,
     /// Revision at which the manifest was last modified in etcd, or 0 if there is no manifest yet.
     manifest_revision: i64,
-    saved_parts: StateParts,
+    saved_parts: StoredStateParts,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct StateManifest {
+struct StoredStateManifest {
     format: u32,
     number: u64,
     /// Number of the change that last wrote each part, by the part's name.
@@ -50,9 +50,9 @@ impl ChunkedStore {
         let mut store = Self {
             leadership,
             key_prefix: prefix.to_owned(),
-            manifest: StateManifest { format: MANIFEST_FORMAT_VERSION, ..StateManifest::default() },
+            manifest: StoredStateManifest { format: MANIFEST_FORMAT_VERSION, ..StoredStateManifest::default() },
             manifest_revision: 0,
-            saved_parts: StateParts::new(),
+            saved_parts: StoredStateParts::new(),
         };
         store.load_parts().await?;
         store.delete_unreferenced_parts().await?;
@@ -60,7 +60,7 @@ impl ChunkedStore {
     }
 
     /// Returns the parts of the stored state. There are none before the first change.
-    pub fn parts(&self) -> &StateParts {
+    pub fn parts(&self) -> &StoredStateParts {
         &self.saved_parts
     }
 
@@ -91,9 +91,10 @@ impl ChunkedStore {
             let manifest_key = manifest_key.clone();
             async move { client.get(manifest_key, None).await }
         };
-        let response = self.leadership.cluster().call_until(Deadline::now() + REQUEST_TIMEOUT, read_manifest).await?;
+        let response =
+            self.leadership.cluster().call_until_deadline(Deadline::now() + STORE_READ_TIMEOUT, read_manifest).await?;
         let Some(manifest_entry) = response.kvs().first() else { return Ok(()) };
-        let manifest: StateManifest = serde_json::from_slice(manifest_entry.value())
+        let manifest: StoredStateManifest = serde_json::from_slice(manifest_entry.value())
             .map_err(|error| self.invalid_content_error(&manifest_key, error))?;
         if manifest.format != MANIFEST_FORMAT_VERSION {
             let format_problem = format!("format {}: expected {MANIFEST_FORMAT_VERSION}", manifest.format);
@@ -113,8 +114,8 @@ impl ChunkedStore {
         Ok(())
     }
 
-    async fn read_all_parts(&self, revision: i64, keys_only: bool) -> Result<StateParts, EtcdError> {
-        let mut parts_by_key = StateParts::new();
+    async fn read_all_parts(&self, revision: i64, keys_only: bool) -> Result<StoredStateParts, EtcdError> {
+        let mut parts_by_key = StoredStateParts::new();
         let mut next_key = self.part_key_prefix().into_bytes();
         // '0' is the character after '/', so this key ends the range.
         let range_end = format!("{}/parts0", self.key_prefix);
@@ -126,10 +127,11 @@ impl ChunkedStore {
             }
             let read_page = |client: Client| {
                 let (next_key, options) = (next_key.clone(), options.clone());
-                let mut client = client.kv_client().max_decoding_message_size(MAX_RESPONSE_BYTES);
+                let mut client = client.kv_client().max_decoding_message_size(MAX_ETCD_RESPONSE_BYTES);
                 async move { client.get(next_key, Some(options)).await }
             };
-            let mut page = self.leadership.cluster().call_until(Deadline::now() + REQUEST_TIMEOUT, read_page).await?;
+            let mut page =
+                self.leadership.cluster().call_until_deadline(Deadline::now() + STORE_READ_TIMEOUT, read_page).await?;
             let has_more_pages = page.more();
             for key_value in page.take_kvs() {
                 let (key, value) = key_value.into_key_value();
@@ -160,8 +162,8 @@ impl ChunkedStore {
 
     /// Replaces the stored state, and writes only the parts that have changed. If etcd does not answer, retries until
     /// the lease ends. The outcome is then unknown, and this process is no longer the leader.
-    pub async fn save(&mut self, parts: StateParts) -> Result<(), EtcdError> {
-        let mut next_manifest = StateManifest { number: self.manifest.number + 1, ..self.manifest.clone() };
+    pub async fn save(&mut self, parts: StoredStateParts) -> Result<(), EtcdError> {
+        let mut next_manifest = StoredStateManifest { number: self.manifest.number + 1, ..self.manifest.clone() };
         let mut delete_operations = Vec::new();
         for (name, number) in &self.manifest.parts {
             if parts.get(name) != self.saved_parts.get(name) {
@@ -227,7 +229,7 @@ struct TransactionBatches {
 impl TransactionBatches {
     fn add_operation(&mut self, operation: TxnOp, operation_bytes: usize) {
         let is_batch_full = |batch: &Vec<TxnOp>| {
-            batch.len() == MAX_TXN_OPERATIONS || self.last_batch_bytes + operation_bytes > MAX_REQUEST_BYTES
+            batch.len() == MAX_TXN_OPERATIONS || self.last_batch_bytes + operation_bytes > MAX_ETCD_REQUEST_BYTES
         };
         match self.batches.last_mut() {
             Some(batch) if !is_batch_full(batch) => {

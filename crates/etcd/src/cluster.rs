@@ -22,8 +22,8 @@ const MEMBER_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time limit for a request that need not end before a lease does, including retries at other members.
 pub(crate) const CLUSTER_REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 /// Pause after a request has failed at all members, before the members are tried again.
-const RETRY_PAUSE: Duration = Duration::from_millis(100);
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
+const CLUSTER_RETRY_PAUSE: Duration = Duration::from_millis(100);
+const ETCD_KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Connections to all members of an etcd cluster.
 pub struct EtcdClusterClient {
@@ -75,7 +75,7 @@ impl EtcdClusterClient {
         self.clients.read()[member_index].clone()
     }
 
-    pub fn endpoint_list(&self) -> String {
+    pub fn joined_endpoints(&self) -> String {
         self.endpoints.join(", ")
     }
 
@@ -99,7 +99,7 @@ impl EtcdClusterClient {
         if let Some(lease_ids) = self.lock_lease_ids().as_mut() {
             lease_ids.remove(&lease_id);
         }
-        self.call_until(deadline, |mut client: Client| async move { client.lease_revoke(lease_id).await })
+        self.call_until_deadline(deadline, |mut client: Client| async move { client.lease_revoke(lease_id).await })
             .await
             .map(|_| ())
     }
@@ -130,7 +130,7 @@ impl EtcdClusterClient {
     }
 
     /// Sends an idempotent request repeatedly until a member answers it or `deadline` has passed.
-    pub async fn call_until<T, F: Future<Output = Result<T, Error>>>(
+    pub async fn call_until_deadline<T, F: Future<Output = Result<T, Error>>>(
         &self,
         deadline: Deadline,
         request: impl Fn(Client) -> F,
@@ -159,7 +159,7 @@ impl EtcdClusterClient {
                 }
                 Ok(Err(error)) if is_permanent_error(&error) => return Err(EtcdError::Rejected(error.to_string())),
                 Ok(Err(error)) => {
-                    let member_error = MemberError::from_etcd_error(&error);
+                    let member_error = EtcdMemberError::from_etcd_error(&error);
                     if member_error.is_tls_error || !is_tls_error {
                         last_problem = format!("{endpoint}: {}", member_error.message);
                     }
@@ -169,17 +169,17 @@ impl EtcdClusterClient {
                 Err(_) => last_problem = format!("{endpoint}: no answer within {MEMBER_REQUEST_TIMEOUT:?}"),
             }
             if member_index + 1 == self.endpoints.len() {
-                tokio::time::sleep(RETRY_PAUSE.min(deadline.remaining_time())).await;
+                tokio::time::sleep(CLUSTER_RETRY_PAUSE.min(deadline.remaining_time())).await;
             }
         }
-        Err(EtcdError::Unreachable { endpoints: self.endpoint_list(), problem: last_problem })
+        Err(EtcdError::Unreachable { endpoints: self.joined_endpoints(), problem: last_problem })
     }
 }
 
 async fn connect_all_members(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<Client>, EtcdError> {
     let mut options = ConnectOptions::new()
         .with_connect_timeout(MEMBER_REQUEST_TIMEOUT)
-        .with_keep_alive(KEEP_ALIVE_INTERVAL, KEEP_ALIVE_INTERVAL)
+        .with_keep_alive(ETCD_KEEP_ALIVE_INTERVAL, ETCD_KEEP_ALIVE_INTERVAL)
         .with_keep_alive_while_idle(true);
     if let Some(tls) = tls {
         options = options.with_tls(tls.clone());
@@ -201,14 +201,14 @@ impl Drop for EtcdClusterClient {
     }
 }
 
-struct MemberError {
+struct EtcdMemberError {
     message: String,
     /// Whether a TLS certificate is known to have caused the error. When etcd rejects a certificate, it often only
     /// closes the connection.
     is_tls_error: bool,
 }
 
-impl MemberError {
+impl EtcdMemberError {
     fn from_etcd_error(error: &Error) -> Self {
         let outer_error: &dyn std::error::Error = match error {
             Error::GRpcStatus(status) => status,
@@ -217,7 +217,7 @@ impl MemberError {
         let causes: Vec<_> = std::iter::successors(Some(outer_error), |cause| cause.source()).collect();
         let mut tls_failures =
             causes.iter().rev().filter_map(|cause| Some(PeerConnectionFailure::from_io_error(cause.downcast_ref()?)));
-        if let Some(failure) = tls_failures.find(|failure| failure.reason != ConnectionFailureReason::Broken) {
+        if let Some(failure) = tls_failures.find(|failure| failure.reason != ConnectionFailureReason::OtherFailure) {
             return Self { message: failure.to_string(), is_tls_error: true };
         }
         let error_text = causes.last().map_or_else(|| error.to_string(), ToString::to_string);

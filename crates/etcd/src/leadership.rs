@@ -26,7 +26,7 @@ const LEASE_MARGIN_DIVISOR: u32 = 10;
 const RENEWALS_PER_LEASE: u32 = 5;
 /// Maximum time to wait for a watch event, after which the leader's key is read again.
 const LEADER_POLL_INTERVAL: Duration = Duration::from_secs(1);
-const CLOCK_POLL_INTERVAL: Duration = Duration::from_millis(100);
+const LEASE_CLOCK_POLL_INTERVAL: Duration = Duration::from_millis(100);
 const LEADERSHIP_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Controller that competes with others for the leader's key in etcd.
@@ -42,7 +42,7 @@ pub struct LeaderCandidate {
 
 /// State of the fleet's leadership, according to the leader's key in etcd.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LeaderState {
+pub enum FleetLeaderState {
     NoLeader,
     /// Another process is the leader. Contains the value that it wrote to the leader's key.
     Leader(String),
@@ -57,7 +57,7 @@ pub struct Leadership {
     lease_id: i64,
     term: i64,
     lease_end_ns: Arc<AtomicU64>,
-    end_reason: watch::Receiver<Option<String>>,
+    end_reason_receiver: watch::Receiver<Option<String>>,
     renewal_task: AbortHandle,
 }
 
@@ -71,14 +71,14 @@ impl LeaderCandidate {
     pub async fn campaign_until_elected(
         &self,
         cluster: Arc<EtcdClusterClient>,
-        mut on_leader_change: impl FnMut(LeaderState),
+        mut on_leader_change: impl FnMut(FleetLeaderState),
     ) -> Leadership {
         let mut reported_state = None;
         loop {
             let state = match self.try_campaign(&cluster).await {
-                Ok(CampaignOutcome::Elected(leadership)) => return leadership,
-                Ok(CampaignOutcome::Lost { leader_record: leader, leader_key_revision: revision }) => {
-                    let state = LeaderState::Leader(leader);
+                Ok(LeaderCampaignOutcome::Elected(leadership)) => return leadership,
+                Ok(LeaderCampaignOutcome::Lost { leader_record: leader, leader_key_revision: revision }) => {
+                    let state = FleetLeaderState::Leader(leader);
                     if reported_state.as_ref() != Some(&state) {
                         on_leader_change(state.clone());
                     }
@@ -86,10 +86,10 @@ impl LeaderCandidate {
                     self.wait_for_leader_key_change(&cluster, revision).await;
                     continue;
                 }
-                Ok(CampaignOutcome::NoLeader) => LeaderState::NoLeader,
-                Err(error) => LeaderState::Unknown(error.to_string()),
+                Ok(LeaderCampaignOutcome::NoLeader) => FleetLeaderState::NoLeader,
+                Err(error) => FleetLeaderState::Unknown(error.to_string()),
             };
-            let is_leader_unknown = matches!(state, LeaderState::Unknown(_));
+            let is_leader_unknown = matches!(state, FleetLeaderState::Unknown(_));
             if reported_state.as_ref() != Some(&state) {
                 on_leader_change(state.clone());
             }
@@ -103,18 +103,20 @@ impl LeaderCandidate {
     /// Tries once to acquire the leader's key. Fails if another process holds it.
     pub async fn campaign_once(&self, cluster: Arc<EtcdClusterClient>) -> Result<Leadership, EtcdError> {
         match self.try_campaign(&cluster).await? {
-            CampaignOutcome::Elected(leadership) => Ok(leadership),
-            CampaignOutcome::Lost { leader_record: leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
-            CampaignOutcome::NoLeader => {
+            LeaderCampaignOutcome::Elected(leadership) => Ok(leadership),
+            LeaderCampaignOutcome::Lost { leader_record: leader, .. } => {
+                Err(EtcdError::Deposed(format!("{leader} leads")))
+            }
+            LeaderCampaignOutcome::NoLeader => {
                 Err(EtcdError::Deposed("other controllers campaign at the same time".to_owned()))
             }
         }
     }
 
-    pub async fn read_leader(&self, cluster: &EtcdClusterClient) -> Result<LeaderState, EtcdError> {
+    pub async fn read_leader(&self, cluster: &EtcdClusterClient) -> Result<FleetLeaderState, EtcdError> {
         let response = self.read_leader_key(cluster).await?;
         let value = response.kvs().first().map(|leader| String::from_utf8_lossy(leader.value()).into_owned());
-        Ok(value.map_or(LeaderState::NoLeader, LeaderState::Leader))
+        Ok(value.map_or(FleetLeaderState::NoLeader, FleetLeaderState::Leader))
     }
 
     async fn read_leader_key(&self, cluster: &EtcdClusterClient) -> Result<GetResponse, EtcdError> {
@@ -122,19 +124,20 @@ impl LeaderCandidate {
             let leader_key = self.leader_key();
             async move { client.get(leader_key, None).await }
         };
-        cluster.call_until(Deadline::now() + CLUSTER_REQUEST_TIMEOUT, get_leader_key).await
+        cluster.call_until_deadline(Deadline::now() + CLUSTER_REQUEST_TIMEOUT, get_leader_key).await
     }
 
-    async fn try_campaign(&self, cluster: &Arc<EtcdClusterClient>) -> Result<CampaignOutcome, EtcdError> {
+    async fn try_campaign(&self, cluster: &Arc<EtcdClusterClient>) -> Result<LeaderCampaignOutcome, EtcdError> {
         let response = self.read_leader_key(cluster).await?;
         if let Some(leader) = response.kvs().first() {
-            return Ok(CampaignOutcome::from_leader_key(leader));
+            return Ok(LeaderCampaignOutcome::from_leader_key(leader));
         }
         let start_time = Deadline::now();
         let lease_seconds = self.lease_duration.as_secs() as i64;
-        let grant_request = cluster.call_until(start_time + CLUSTER_REQUEST_TIMEOUT, |mut client| async move {
-            client.lease_grant(lease_seconds, None).await
-        });
+        let grant_request = cluster
+            .call_until_deadline(start_time + CLUSTER_REQUEST_TIMEOUT, |mut client| async move {
+                client.lease_grant(lease_seconds, None).await
+            });
         let lease_grant = grant_request.await?;
         let (lease_id, lease_duration) = (lease_grant.id(), Duration::from_secs(lease_grant.ttl().unsigned_abs()));
         // The process may be ending while a campaign continues. If it acquired the key, no other controller could lead
@@ -143,7 +146,7 @@ impl LeaderCandidate {
             return Err(EtcdError::Deposed("this process is ending".to_owned()));
         }
         let campaign_result = self.write_leader_key(cluster, lease_id, start_time, lease_duration).await;
-        if !matches!(campaign_result, Ok(CampaignOutcome::Elected(_))) {
+        if !matches!(campaign_result, Ok(LeaderCampaignOutcome::Elected(_))) {
             // The unused lease would also expire by itself, but revoking it is faster.
             let cluster_clone = cluster.clone();
             drop(cluster.spawn(async move {
@@ -160,17 +163,18 @@ impl LeaderCandidate {
         lease_id: i64,
         start_time: Deadline,
         lease_duration: Duration,
-    ) -> Result<CampaignOutcome, EtcdError> {
+    ) -> Result<LeaderCampaignOutcome, EtcdError> {
         // The lease is measured from before the first attempt, so that it never seems longer than it is.
         let lease_end = start_time + (lease_duration - lease_duration / LEASE_MARGIN_DIVISOR);
         let send_transaction = |mut client: Client| {
             let transaction = self.build_leader_transaction(lease_id);
             async move { client.txn(transaction).await }
         };
-        let transaction_result = cluster.call_until(lease_end, send_transaction).await?;
+        let transaction_result = cluster.call_until_deadline(lease_end, send_transaction).await?;
         let revision = transaction_result.header().map_or(0, etcd_client::ResponseHeader::revision);
-        let start_leadership =
-            |term| CampaignOutcome::Elected(self.start_leadership(cluster, lease_id, term, lease_duration, lease_end));
+        let start_leadership = |term| {
+            LeaderCampaignOutcome::Elected(self.start_leadership(cluster, lease_id, term, lease_duration, lease_end))
+        };
         if transaction_result.succeeded() {
             return Ok(start_leadership(revision));
         }
@@ -181,10 +185,10 @@ impl LeaderCandidate {
                 return Ok(start_leadership(own_entry.create_revision()));
             }
             if let Some(leader) = get_response.kvs().first() {
-                return Ok(CampaignOutcome::from_leader_key(leader));
+                return Ok(LeaderCampaignOutcome::from_leader_key(leader));
             }
         }
-        Ok(CampaignOutcome::NoLeader)
+        Ok(LeaderCampaignOutcome::NoLeader)
     }
 
     /// Returns the transaction that writes the leader's key if the key does not exist, and otherwise reads it.
@@ -221,7 +225,7 @@ impl LeaderCandidate {
             lease_id,
             term,
             lease_end_ns,
-            end_reason,
+            end_reason_receiver: end_reason,
             renewal_task,
         }
     }
@@ -235,7 +239,7 @@ impl LeaderCandidate {
         };
         let wait_for_first_change = async {
             let mut watch_stream =
-                cluster.call_until(Deadline::now() + LEADER_POLL_INTERVAL, start_watch).await.ok()?;
+                cluster.call_until_deadline(Deadline::now() + LEADER_POLL_INTERVAL, start_watch).await.ok()?;
             while watch_stream.message().await.ok()??.events().is_empty() {}
             Some(())
         };
@@ -245,13 +249,13 @@ impl LeaderCandidate {
     }
 }
 
-enum CampaignOutcome {
+enum LeaderCampaignOutcome {
     Elected(Leadership),
     Lost { leader_record: String, leader_key_revision: i64 },
     NoLeader,
 }
 
-impl CampaignOutcome {
+impl LeaderCampaignOutcome {
     fn from_leader_key(leader: &etcd_client::KeyValue) -> Self {
         let leader_record = String::from_utf8_lossy(leader.value()).into_owned();
         Self::Lost { leader_record, leader_key_revision: leader.mod_revision() }
@@ -275,7 +279,9 @@ async fn renew_lease_until_end(
         }
         let start_time = Deadline::now();
         let renewal_result = cluster
-            .call_until(lease_deadline(), |mut client: Client| async move { client.lease_keep_alive(lease_id).await })
+            .call_until_deadline(lease_deadline(), |mut client: Client| async move {
+                client.lease_keep_alive(lease_id).await
+            })
             .await;
         match renewal_result {
             Ok(_) => {
@@ -314,9 +320,9 @@ impl Leadership {
 
     /// Waits until the leadership ends, and returns the reason.
     pub async fn wait_for_end(&self) -> String {
-        let mut end_reason = self.end_reason.clone();
+        let mut end_reason = self.end_reason_receiver.clone();
         loop {
-            match tokio::time::timeout(CLOCK_POLL_INTERVAL, end_reason.wait_for(Option::is_some)).await {
+            match tokio::time::timeout(LEASE_CLOCK_POLL_INTERVAL, end_reason.wait_for(Option::is_some)).await {
                 Ok(Ok(reason)) => return reason.clone().unwrap_or_default(),
                 Ok(Err(_)) => return "its lease is not renewed".to_owned(),
                 // The task that renews the lease may be late, too.
@@ -352,7 +358,7 @@ impl Leadership {
             let transaction = transaction.clone();
             async move { client.txn(transaction).await }
         };
-        let txn_response = self.cluster.call_until(self.lease_deadline(), send_transaction).await?;
+        let txn_response = self.cluster.call_until_deadline(self.lease_deadline(), send_transaction).await?;
         if txn_response.succeeded() {
             let revision = txn_response.header().map_or(0, etcd_client::ResponseHeader::revision);
             return Ok(LeaderWriteOutcome::Written { revision });

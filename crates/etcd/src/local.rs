@@ -49,7 +49,7 @@ impl LocalEtcdMember {
 
     /// Returns the command that starts this member of a cluster. Its data persists below `directory`.
     pub fn build_start_command(&self, cluster_members: &[LocalEtcdMember], directory: &Path) -> Command {
-        self.start_command_at(cluster_members, directory, &self.endpoint())
+        self.build_start_command_at_endpoint(cluster_members, directory, &self.endpoint())
     }
 
     pub fn build_secure_start_command(
@@ -58,7 +58,7 @@ impl LocalEtcdMember {
         directory: &Path,
         tls: &ClientTlsFiles,
     ) -> Command {
-        let mut command = self.start_command_at(cluster_members, directory, &self.secure_endpoint());
+        let mut command = self.build_start_command_at_endpoint(cluster_members, directory, &self.secure_endpoint());
         command.arg("--client-cert-auth");
         for (option, file) in
             [("--trusted-ca-file", &tls.ca_file), ("--cert-file", &tls.certificate_file), ("--key-file", &tls.key_file)]
@@ -68,7 +68,12 @@ impl LocalEtcdMember {
         command
     }
 
-    fn start_command_at(&self, cluster_members: &[LocalEtcdMember], directory: &Path, endpoint: &str) -> Command {
+    fn build_start_command_at_endpoint(
+        &self,
+        cluster_members: &[LocalEtcdMember],
+        directory: &Path,
+        endpoint: &str,
+    ) -> Command {
         let initial_cluster: Vec<String> =
             cluster_members.iter().map(|member| format!("{}=http://{}", member.name, member.peer_address)).collect();
         let mut command = Command::new("etcd");
@@ -87,20 +92,20 @@ impl LocalEtcdMember {
 }
 
 /// Ports outside of `ip_local_port_range` (32768 to 60999), so that the kernel does not assign them to other processes.
-const TEST_PORT_RANGE: std::ops::Range<u16> = 12_000..32_000;
+const TEST_ETCD_PORT_RANGE: std::ops::Range<u16> = 12_000..32_000;
 
 /// Returns a loopback address with a free port that this process has not returned before. Processes search from
 /// different first ports.
 fn find_free_address() -> std::io::Result<SocketAddr> {
-    static NEXT_PORT_OFFSET: AtomicU32 = AtomicU32::new(0);
-    let port_count = TEST_PORT_RANGE.len() as u32;
-    for _ in TEST_PORT_RANGE {
+    static NEXT_MEMBER_PORT_OFFSET: AtomicU32 = AtomicU32::new(0);
+    let port_count = TEST_ETCD_PORT_RANGE.len() as u32;
+    for _ in TEST_ETCD_PORT_RANGE {
         let port_offset =
-            std::process::id().wrapping_mul(16) % port_count + NEXT_PORT_OFFSET.fetch_add(1, Ordering::Relaxed);
-        let port = TEST_PORT_RANGE.start + (port_offset % port_count) as u16;
+            std::process::id().wrapping_mul(16) % port_count + NEXT_MEMBER_PORT_OFFSET.fetch_add(1, Ordering::Relaxed);
+        let port = TEST_ETCD_PORT_RANGE.start + (port_offset % port_count) as u16;
         if let Ok(listener) = TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
             return listener.local_addr();
         }
     }
-    Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, format!("no port of {TEST_PORT_RANGE:?} is free")))
+    Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, format!("no port of {TEST_ETCD_PORT_RANGE:?} is free")))
 }

@@ -12,24 +12,24 @@ use crate::records::FleetRecords;
 pub const MAX_AUDIT_ENTRIES: usize = 1000;
 /// Maximum length of a name in bytes. This and the other limits keep an entry at about 1 KB, because one change may
 /// write up to fifty entries.
-const MAX_NAME_BYTES: usize = 100;
+const MAX_AUDITED_NAME_BYTES: usize = 100;
 /// Maximum length in bytes of each of `state_before` and `state_after`.
-const MAX_STATE_BYTES: usize = 500;
+const MAX_AUDITED_STATE_BYTES: usize = 500;
 /// Maximum length of one described change of a document, in bytes.
-const MAX_CHANGE_BYTES: usize = 150;
+const MAX_AUDITED_CHANGE_BYTES: usize = 150;
 /// Maximum length of all described changes in an entry, in bytes.
-const MAX_TOTAL_CHANGES_BYTES: usize = 400;
+const MAX_AUDITED_CHANGES_TOTAL_BYTES: usize = 400;
 const TRUNCATION_MARK_BYTES: usize = 32;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ChangeAuthor {
+pub struct FleetChangeAuthor {
     /// Name of the person or program that made the change, as in [`AuditEntry::actor`].
     pub actor: String,
     /// Address from which the change was requested, as in [`AuditEntry::from_address`].
     pub from_address: String,
 }
 
-impl ChangeAuthor {
+impl FleetChangeAuthor {
     /// Returns the controller as the author, for scheduled changes.
     pub fn controller() -> Self {
         Self { actor: "controller".to_owned(), from_address: String::new() }
@@ -40,14 +40,14 @@ impl ChangeAuthor {
     }
 }
 
-impl From<&Caller> for ChangeAuthor {
+impl From<&Caller> for FleetChangeAuthor {
     fn from(caller: &Caller) -> Self {
         Self { actor: caller.principal.to_string(), from_address: caller.address.to_string() }
     }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ChangeDescription {
+pub struct FleetChangeDescription {
     pub action: &'static str,
     pub target: String,
     pub state_before: String,
@@ -58,8 +58,8 @@ pub struct ChangeDescription {
 pub fn describe_changes(changes: &[String]) -> String {
     let mut description = String::new();
     for (number, change) in changes.iter().enumerate() {
-        let truncated_change = truncate_text(change, MAX_CHANGE_BYTES);
-        if description.len() + truncated_change.len() > MAX_TOTAL_CHANGES_BYTES {
+        let truncated_change = truncate_text(change, MAX_AUDITED_CHANGE_BYTES);
+        if description.len() + truncated_change.len() > MAX_AUDITED_CHANGES_TOTAL_BYTES {
             return format!("{description}; and {} more", changes.len() - number);
         }
         description += if number == 0 { "" } else { "; " };
@@ -81,19 +81,24 @@ fn truncate_text(text: &str, max_bytes: usize) -> String {
 /// Returns the entry with its texts truncated to their maximum lengths.
 pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
     AuditEntry {
-        actor: truncate_text(&entry.actor, MAX_NAME_BYTES),
-        from_address: truncate_text(&entry.from_address, MAX_NAME_BYTES),
-        action: truncate_text(&entry.action, MAX_NAME_BYTES),
-        target: truncate_text(&entry.target, MAX_NAME_BYTES),
-        before: truncate_text(&entry.before, MAX_STATE_BYTES),
-        after: truncate_text(&entry.after, MAX_STATE_BYTES),
+        actor: truncate_text(&entry.actor, MAX_AUDITED_NAME_BYTES),
+        from_address: truncate_text(&entry.from_address, MAX_AUDITED_NAME_BYTES),
+        action: truncate_text(&entry.action, MAX_AUDITED_NAME_BYTES),
+        target: truncate_text(&entry.target, MAX_AUDITED_NAME_BYTES),
+        before: truncate_text(&entry.before, MAX_AUDITED_STATE_BYTES),
+        after: truncate_text(&entry.after, MAX_AUDITED_STATE_BYTES),
         ..entry
     }
 }
 
 impl FleetRecords {
     /// Appends an entry with the time `wall_time` (wall clock, since 1970) to the audit log.
-    pub fn append_audit_entry(&mut self, author: &ChangeAuthor, description: ChangeDescription, wall_time: Duration) {
+    pub fn append_audit_entry(
+        &mut self,
+        author: &FleetChangeAuthor,
+        description: FleetChangeDescription,
+        wall_time: Duration,
+    ) {
         let entries = Arc::make_mut(&mut self.audit_log);
         entries.push(truncate_entry(AuditEntry {
             id: entries.last().map_or(1, |last_entry| last_entry.id + 1),
@@ -129,14 +134,14 @@ mod tests {
         assert_eq!(describe_changes(&["+ a".to_owned(), "- b".to_owned()]), "+ a; - b");
 
         let mut records = FleetRecords::generate(Duration::ZERO, &mut seeded_rng(1, 0));
-        let change_description = ChangeDescription {
+        let change_description = FleetChangeDescription {
             action: "apply",
             target: long_text.clone(),
             state_before: long_text.clone(),
             state_after: changes_line.clone(),
         };
         records.append_audit_entry(
-            &ChangeAuthor { actor: long_text.clone(), from_address: long_text },
+            &FleetChangeAuthor { actor: long_text.clone(), from_address: long_text },
             change_description,
             Duration::ZERO,
         );
@@ -151,13 +156,17 @@ mod tests {
     fn audit_log_drops_its_oldest_entries_beyond_the_maximum() {
         let mut records = FleetRecords::generate(Duration::ZERO, &mut seeded_rng(1, 0));
         for generation in 1..=MAX_AUDIT_ENTRIES as u64 + 7 {
-            let change_description = ChangeDescription {
+            let change_description = FleetChangeDescription {
                 action: "apply",
                 target: String::new(),
                 state_before: String::new(),
                 state_after: String::new(),
             };
-            records.append_audit_entry(&ChangeAuthor::sighup(), change_description, Duration::from_secs(generation));
+            records.append_audit_entry(
+                &FleetChangeAuthor::sighup(),
+                change_description,
+                Duration::from_secs(generation),
+            );
         }
         assert_eq!((records.audit_log.len(), records.audit_log[0].id), (MAX_AUDIT_ENTRIES, 8));
     }

@@ -13,7 +13,7 @@ use crate::records::{DrainRecord, FleetRecords, ServiceMembership};
 
 /// Request to drain a server in all or some of its services.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DrainRequest {
+pub struct ServerDrainRequest {
     pub server_name: String,
     /// Names of the services in which the server is drained, or `None` for all services.
     pub services: Option<BTreeSet<String>>,
@@ -23,7 +23,7 @@ pub struct DrainRequest {
 
 /// Reason why a request to drain a server is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum DrainError {
+pub enum ServerDrainError {
     /// The fleet document has no server with this name.
     #[error("server {0:?} does not exist in the fleet's document")]
     UnknownServer(String),
@@ -40,15 +40,15 @@ pub enum DrainError {
     LastServer { services: Vec<String> },
 }
 
-impl DrainRequest {
+impl ServerDrainRequest {
     /// Checks whether the server can be drained. `takes_connections` returns whether a server currently takes new
     /// connections to a service.
     pub fn check(
         &self,
         fleet: &Fleet,
         takes_connections: impl Fn(&FleetService, ServerId) -> bool,
-    ) -> Result<(), DrainError> {
-        let id = find_server(fleet, &self.server_name)?;
+    ) -> Result<(), ServerDrainError> {
+        let id = find_server_id(fleet, &self.server_name)?;
         let is_member = |service: &&FleetService| service.members.get(&id) == Some(&ServiceMembership::Present);
         let services: Vec<&FleetService> = fleet.services.iter().filter(is_member).collect();
         self.check_membership(&services)?;
@@ -66,18 +66,18 @@ impl DrainRequest {
         if services_without_server.is_empty() {
             Ok(())
         } else {
-            Err(DrainError::LastServer { services: services_without_server })
+            Err(ServerDrainError::LastServer { services: services_without_server })
         }
     }
 
     /// Checks that all requested services are among the `member_services`, to which the server belongs.
-    fn check_membership(&self, member_services: &[&FleetService]) -> Result<(), DrainError> {
+    fn check_membership(&self, member_services: &[&FleetService]) -> Result<(), ServerDrainError> {
         for name in self.services.iter().flatten() {
             if !member_services.iter().any(|service| service.name == *name) {
                 let service_names: Vec<&str> = member_services.iter().map(|service| service.name.as_str()).collect();
                 let expected_services =
                     if service_names.is_empty() { "none".to_owned() } else { service_names.join(", ") };
-                return Err(DrainError::NotInService {
+                return Err(ServerDrainError::NotInService {
                     server: self.server_name.clone(),
                     service: name.clone(),
                     expected: expected_services,
@@ -88,15 +88,15 @@ impl DrainRequest {
     }
 }
 
-pub fn find_server(fleet: &Fleet, server_name: &str) -> Result<ServerId, DrainError> {
+pub fn find_server_id(fleet: &Fleet, server_name: &str) -> Result<ServerId, ServerDrainError> {
     let id = fleet.server_id(server_name).filter(|id| fleet.servers[id].admin_state != ServerAdminState::Left);
-    id.ok_or_else(|| DrainError::UnknownServer(server_name.to_owned()))
+    id.ok_or_else(|| ServerDrainError::UnknownServer(server_name.to_owned()))
 }
 
 impl FleetRecords {
     /// Records a drain of the server, in addition to earlier drains. `generation` is the generation of the
     /// configuration that will contain the drain. Returns whether the records have changed.
-    pub fn drain_server(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
+    pub fn drain_server(&mut self, request: &ServerDrainRequest, generation: u64, now: Duration) -> bool {
         let is_requested_server =
             |server: &&mut crate::records::ServerRecord| server.is_in_document && server.name == request.server_name;
         let Some(server) = self.servers.values_mut().find(is_requested_server) else { return false };
@@ -162,9 +162,9 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    fn drain_request(server: &str, services: &[&str]) -> DrainRequest {
+    fn drain_request(server: &str, services: &[&str]) -> ServerDrainRequest {
         let services: BTreeSet<String> = services.iter().map(|service| (*service).to_owned()).collect();
-        DrainRequest {
+        ServerDrainRequest {
             server_name: server.into(),
             services: (!services.is_empty()).then_some(services),
             may_drain_last_server: false,
@@ -176,7 +176,7 @@ mod tests {
     }
 
     /// Returns new records to which `config` has been applied.
-    fn records_after_applying(config: &FleetConfig) -> FleetRecords {
+    fn records_with_applied_config(config: &FleetConfig) -> FleetRecords {
         let random_source = &mut seeded_rng(1, 0);
         let mut records = FleetRecords::generate(time_from_seconds(0), random_source);
         records.apply_document(config, time_from_seconds(0), random_source).unwrap();
@@ -187,7 +187,7 @@ mod tests {
     fn drain_remains_while_documents_contain_the_server() {
         let (config_with_both, config_with_first) =
             (fleet_config_with_servers(&["s1", "s2"], API_SERVICE_TOML), fleet_config_with_servers(&["s1"], ""));
-        let mut records = records_after_applying(&config_with_both);
+        let mut records = records_with_applied_config(&config_with_both);
         assert!(records.drain_server(&drain_request("s1", &[]), 7, time_from_seconds(10)));
         assert!(!records.drain_server(&drain_request("s1", &[]), 8, time_from_seconds(20)), "it is so already");
         assert_eq!(
@@ -207,7 +207,7 @@ mod tests {
     #[test]
     fn drain_of_chosen_services_leaves_others_active() {
         let config_with_both = fleet_config_with_servers(&["s1", "s2"], API_SERVICE_TOML);
-        let mut records = records_after_applying(&config_with_both);
+        let mut records = records_with_applied_config(&config_with_both);
         assert!(records.drain_server(&drain_request("s1", &["api"]), 2, time_from_seconds(10)));
         let fleet = Fleet::new(&config_with_both, &records);
         let id = fleet.server_id("s1").unwrap();
@@ -242,8 +242,8 @@ mod tests {
     #[test]
     fn unknown_or_last_server_cannot_be_drained() {
         let config_with_both = fleet_config_with_servers(&["s1", "s2"], API_SERVICE_TOML);
-        let mut records = records_after_applying(&config_with_both);
-        let check_drain = |records: &FleetRecords, request: DrainRequest| {
+        let mut records = records_with_applied_config(&config_with_both);
+        let check_drain = |records: &FleetRecords, request: ServerDrainRequest| {
             let fleet = Fleet::new(&config_with_both, records);
             let check_result = request.check(&fleet, |service, id| fleet.is_server_eligible(service, id));
             check_result.map_err(|drain_error| drain_error.to_string())
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(check_drain(&records, drain_request("s1", &[])).unwrap_err(), expected_error);
         assert_eq!(check_drain(&records, drain_request("s1", &["web"])), Ok(()));
         assert_eq!(
-            check_drain(&records, DrainRequest { may_drain_last_server: true, ..drain_request("s1", &[]) }),
+            check_drain(&records, ServerDrainRequest { may_drain_last_server: true, ..drain_request("s1", &[]) }),
             Ok(())
         );
         records.drain_server(&drain_request("s1", &[]), 2, time_from_seconds(1));

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use coreward_api::types::AuditEntry;
 use coreward_model::bucket_history::BucketHistory;
-use coreward_model::consistency::{ServiceMigration, ServiceSettings, TimestampOrigin};
-use coreward_model::health::{HealthCheck, HealthProbe, WhenAllDown};
+use coreward_model::consistency::{CookieStamper, ServiceMigration, ServiceSettings};
+use coreward_model::health::{AllServersDownTreatment, HealthCheck, HealthProbe};
 use coreward_model::lb_stamping;
 use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
@@ -23,7 +23,7 @@ use coreward_wire::{
     ServiceIndex,
 };
 
-use crate::config::{FleetConfig, MigrationLoadBalancer, PlacementTableTiming, ServerConfig, ServerDrainState};
+use crate::config::{FleetConfig, FleetServerConfig, MigrationLoadBalancer, PlacementTableTiming, ServerDrainState};
 use crate::key_ring::CookieKeyRing;
 use crate::records::{DrainRecord, FleetDocument, FleetRecords, LoadBalancerRecord, ServerRecord, ServiceMembership};
 
@@ -34,7 +34,7 @@ pub struct Fleet {
     /// Generation of the configuration, which increases with every change.
     pub generation: u64,
     pub report_interval: Duration,
-    pub table_updates: PlacementTableTiming,
+    pub table_timing: PlacementTableTiming,
     /// Time for which load balancers use placement tables that depend on loads if no controller leads.
     pub table_lifetime: Duration,
     pub load_ewma_alpha: SmoothingWeight,
@@ -80,7 +80,7 @@ pub struct FleetServer {
 }
 
 impl FleetServer {
-    pub fn is_drained_in(&self, service: &str) -> bool {
+    pub fn is_drained_in_service(&self, service: &str) -> bool {
         self.drain.as_ref().is_some_and(|drain| drain.covers_service(service))
     }
 }
@@ -100,21 +100,21 @@ pub struct FleetService {
     pub name: String,
     pub address: ServiceAddress,
     pub index: ServiceIndex,
-    pub mode: ServiceSettings,
+    pub settings: ServiceSettings,
     /// Other load balancer of the service's migration, or `None` if the service does not migrate.
     pub other_balancer: Option<MigrationLoadBalancer>,
     /// Name of the placement policy, one of `coreward_model::policy::policy_names()`.
-    pub policy: &'static str,
+    pub policy_name: &'static str,
     /// Level of detail of the load balancers' counters that the policy needs.
     pub telemetry_level: TelemetryLevel,
     /// Health check of the service's servers, or `None` if they are not checked.
     pub health_check: Option<Arc<HealthCheck>>,
     /// Treatment of new connections when all servers are down.
-    pub when_all_down: WhenAllDown,
-    pub slow_start: Duration,
+    pub when_all_down: AllServersDownTreatment,
+    pub slow_start_duration: Duration,
     /// Seed of the policy's hash keys, and of the key that masks the time in TSvals if load balancers stamp them.
     pub hash_seed: u64,
-    pub buckets: BucketCount,
+    pub bucket_count: BucketCount,
     /// Present and former servers of the service, by id.
     pub members: BTreeMap<ServerId, ServiceMembership>,
     /// Current and previous server of each bucket, from the records.
@@ -124,12 +124,12 @@ pub struct FleetService {
 impl FleetService {
     /// Returns whether load balancers stamp the cookies of this service.
     pub fn is_lb_stamped(&self) -> bool {
-        self.mode.timestamps == TimestampOrigin::LoadBalancer
+        self.settings.timestamps == CookieStamper::LoadBalancer
     }
 
     /// Returns the other load balancer of the service's migration, if any, as a `Server` that takes no new connections.
     fn other_balancer_as_server(&self) -> Option<Server> {
-        let (migration, other_balancer) = self.mode.migration.zip(self.other_balancer)?;
+        let (migration, other_balancer) = self.settings.migration.zip(self.other_balancer)?;
         Some(Server {
             name: format!("balancer {}", other_balancer.address),
             id: migration.other_balancer_id(),
@@ -165,7 +165,7 @@ impl Fleet {
 
     /// Combines a fleet document with `records`, to which the document must already have been applied.
     pub fn new(config: &FleetConfig, records: &FleetRecords) -> Self {
-        let listed_servers: HashMap<&str, &ServerConfig> =
+        let listed_servers: HashMap<&str, &FleetServerConfig> =
             config.servers.iter().map(|server| (server.name.as_str(), server)).collect();
         let servers: BTreeMap<ServerId, FleetServer> = records
             .servers
@@ -185,7 +185,7 @@ impl Fleet {
         Self {
             generation: records.generation,
             report_interval: config.report_interval,
-            table_updates: config.table_timing,
+            table_timing: config.table_timing,
             table_lifetime: config.table_lifetime,
             load_ewma_alpha: config.load_ewma_alpha,
             key_ring: records.key_ring.clone(),
@@ -195,7 +195,7 @@ impl Fleet {
             servers,
             allowed_racks: config.allowed_racks.clone(),
             allowed_load_balancers: config.allowed_load_balancers.clone(),
-            services: active_services(config, records),
+            services: build_fleet_services(config, records),
             load_balancer_records: records.load_balancers.clone(),
             document: records.document.clone(),
             audit_log: records.audit_log.clone(),
@@ -244,7 +244,7 @@ impl Fleet {
         service.members.get(&id) == Some(&ServiceMembership::Present)
             && server.admin_state == ServerAdminState::Active
             && server.weight.get() > 0
-            && !server.is_drained_in(&service.name)
+            && !server.is_drained_in_service(&service.name)
     }
 
     /// Returns whether the server takes no new connections to any service, or is drained in a service. In both cases,
@@ -261,7 +261,7 @@ impl Fleet {
     }
 
     pub fn is_stamping_server(&self, id: ServerId) -> bool {
-        let is_stamped_by_servers = |service: &&FleetService| service.mode.timestamps == TimestampOrigin::Server;
+        let is_stamped_by_servers = |service: &&FleetService| service.settings.timestamps == CookieStamper::Server;
         self.services.iter().filter(is_stamped_by_servers).any(|service| service.members.contains_key(&id))
     }
 
@@ -274,7 +274,7 @@ impl Fleet {
         };
         FleetConfiguration {
             generation: self.generation,
-            keys: self.key_ring.keys,
+            cookie_keys: self.key_ring.keys,
             services: self.services.iter().map(|service| self.load_balancer_service(service)).collect(),
             load_balancers: self.load_balancer_records.iter().map(to_peer).collect(),
             report_interval: self.report_interval,
@@ -295,8 +295,8 @@ impl Fleet {
             name: service.name.clone(),
             address: service.address,
             index: service.index,
-            mode: service.mode,
-            policy_name: service.policy.to_owned(),
+            settings: service.settings,
+            policy_name: service.policy_name.to_owned(),
             telemetry_level: service.telemetry_level,
             // Checks of agents are left out, because the controller makes them itself.
             health_check: service.health_check.clone().filter(|check| check.probe != HealthProbe::Agent),
@@ -314,7 +314,7 @@ impl Fleet {
             name: service.name.clone(),
             address: service.address,
             server_id: id,
-            mode: service.mode,
+            settings: service.settings,
         };
         let to_previous_server =
             |id: &ServerId| Some(PreviousServer { id: *id, address: self.servers.get(id)?.address });
@@ -337,11 +337,11 @@ impl Fleet {
 }
 
 /// Combines the record of a server with the server's entry in the fleet document, if there is one.
-fn build_fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig>) -> FleetServer {
+fn build_fleet_server(record: &ServerRecord, listed_server: Option<&FleetServerConfig>) -> FleetServer {
     FleetServer {
         name: record.name.clone(),
         address: record.address,
-        admin_state: match listed_server.map(|server| server.state) {
+        admin_state: match listed_server.map(|server| server.drain_state) {
             Some(ServerDrainState::Active) => ServerAdminState::Active,
             Some(ServerDrainState::Draining) => ServerAdminState::Draining,
             None => ServerAdminState::Left,
@@ -356,11 +356,11 @@ fn build_fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig
 
 /// Returns all services of the fleet. In a migration, the other load balancer gets the highest free server id. No
 /// cookie contains this id, so it need not be stored.
-fn active_services(config: &FleetConfig, records: &FleetRecords) -> Vec<FleetService> {
+fn build_fleet_services(config: &FleetConfig, records: &FleetRecords) -> Vec<FleetService> {
     let mut free_ids = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids_by_address: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
     let mut members_by_service = members_by_service(records);
-    let mut to_service_with_migration = |service: &crate::config::ServiceConfig| {
+    let mut to_service_with_migration = |service: &crate::config::FleetServiceConfig| {
         let migration = service.other_balancer.and_then(|other| {
             let id = match ids_by_address.get(&other.address) {
                 Some(id) => *id,
@@ -376,7 +376,7 @@ fn active_services(config: &FleetConfig, records: &FleetRecords) -> Vec<FleetSer
         });
         let service =
             build_fleet_service(service, records, members_by_service.remove(service.name.as_str()).unwrap_or_default());
-        FleetService { mode: ServiceSettings { migration, ..service.mode }, ..service }
+        FleetService { settings: ServiceSettings { migration, ..service.settings }, ..service }
     };
     config.services.iter().map(&mut to_service_with_migration).collect()
 }
@@ -392,7 +392,7 @@ fn members_by_service(records: &FleetRecords) -> HashMap<&str, BTreeMap<ServerId
 }
 
 fn build_fleet_service(
-    service: &crate::config::ServiceConfig,
+    service: &crate::config::FleetServiceConfig,
     records: &FleetRecords,
     members: BTreeMap<ServerId, ServiceMembership>,
 ) -> FleetService {
@@ -401,15 +401,15 @@ fn build_fleet_service(
         name: service.name.clone(),
         address: service.address,
         index: service_record.index,
-        mode: service.mode,
+        settings: service.settings,
         other_balancer: service.other_balancer,
-        policy: service.policy_name,
+        policy_name: service.policy_name,
         telemetry_level: policy::required_telemetry_level(service.policy_name),
         health_check: service.health_check.clone().map(Arc::new),
         when_all_down: service.when_all_down,
-        slow_start: service.slow_start_duration,
+        slow_start_duration: service.slow_start_duration,
         hash_seed: service_record.hash_seed,
-        buckets: service.bucket_count,
+        bucket_count: service.bucket_count,
         members,
         bucket_history: service_record.bucket_history.clone(),
     }

@@ -14,7 +14,7 @@ use coreward_config::{Diagnostics, Span};
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::connection_table::TableOwnerNumber;
-use coreward_model::consistency::TimestampOrigin;
+use coreward_model::consistency::CookieStamper;
 use coreward_model::lb_stamping;
 use coreward_model::rss::{RssKey, uniform_below};
 use coreward_model::vlan::Vlan;
@@ -217,7 +217,7 @@ impl FleetRecords {
     fn assign_server_ids(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
         let previous_ids = self.server_ids_by_name();
         let lb_stamped_server_positions = lb_stamped_server_positions(config);
-        let mut free_ids = self.free_ids(config);
+        let mut free_ids = self.free_server_ids(config);
         let mut server_ids = Vec::with_capacity(config.servers.len());
         let mut mistakes: Vec<(Span, String)> = Vec::new();
         for (position, server) in config.servers.iter().enumerate() {
@@ -229,7 +229,7 @@ impl FleetRecords {
             let previous_id = previous_ids.get(&server.name).filter(|id| u64::from(id.get()) < id_limit);
             let id = match (&server.id, previous_id) {
                 (Some((id, span)), _) => {
-                    self.check_configured_id(&server.name, *id).map_err(|message| (span.clone(), message))
+                    self.validate_configured_id(&server.name, *id).map_err(|message| (span.clone(), message))
                 }
                 (None, Some(id)) => Ok(*id),
                 (None, None) => draw_server_id(&mut free_ids, id_limit, random).ok_or_else(|| {
@@ -250,7 +250,7 @@ impl FleetRecords {
     }
 
     /// Returns the configured id, or the reason why the server cannot have it yet.
-    fn check_configured_id(&self, name: &str, id: ServerId) -> Result<ServerId, String> {
+    fn validate_configured_id(&self, name: &str, id: ServerId) -> Result<ServerId, String> {
         let Some(owner) = self.servers.get(&id).filter(|owner| owner.name != name) else {
             return Ok(id);
         };
@@ -272,7 +272,7 @@ impl FleetRecords {
         ids_by_name
     }
 
-    fn free_ids(&self, config: &FleetConfig) -> Vec<ServerId> {
+    fn free_server_ids(&self, config: &FleetConfig) -> Vec<ServerId> {
         let configured_ids: HashSet<ServerId> =
             config.servers.iter().filter_map(|s| s.id.as_ref().map(|id| id.0)).collect();
         (0..ServerId::COUNT as u64)
@@ -328,7 +328,7 @@ impl ServerRecord {
 /// Returns the positions in `config.servers` of servers whose ids must fit into cookies that load balancers stamp.
 fn lb_stamped_server_positions(config: &FleetConfig) -> HashSet<usize> {
     let lb_stamped_services =
-        config.services.iter().filter(|service| service.mode.timestamps == TimestampOrigin::LoadBalancer);
+        config.services.iter().filter(|service| service.settings.timestamps == CookieStamper::LoadBalancer);
     lb_stamped_services.flat_map(|service| service.server_positions.iter().copied()).collect()
 }
 

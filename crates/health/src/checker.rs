@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_model::health::{HealthCheck, HealthTracker, HealthVerdict};
+use coreward_model::health::{HealthCheck, HealthVerdict, ServerHealthTracker};
 use parking_lot::{Mutex, MutexGuard};
 use rand::RngExt as _;
 use rand::rand_core::UnwrapErr;
@@ -22,24 +22,24 @@ use crate::path::NatTable;
 use crate::probe::HealthProber;
 
 /// Maximum number of concurrent checks. It equals the number of NAT entries in the data plane. Further checks wait.
-pub const MAX_CONCURRENT_CHECKS: usize = 1024;
+pub const MAX_CONCURRENT_HEALTH_CHECKS: usize = 1024;
 
 /// Maximum random delay of a target's first check. The delay is also at most the check's interval.
-const MAX_FIRST_CHECK_DELAY: Duration = Duration::from_millis(500);
+const MAX_FIRST_HEALTH_CHECK_DELAY: Duration = Duration::from_millis(500);
 
 pub struct CheckedService<K> {
     pub health_check: Arc<HealthCheck>,
     /// VIP and port that clients connect to.
     pub vip: SocketAddr,
     /// Keys and own addresses of the service's servers. No key may occur twice, even in different services.
-    pub servers_by_key: Vec<(K, IpAddr)>,
+    pub server_addresses_by_key: Vec<(K, IpAddr)>,
     /// NAT table of the data plane, which is required for checks at the VIP.
     pub nat_table: Option<Arc<dyn NatTable>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct TargetCheckResult {
-    health_tracker: HealthTracker,
+pub struct TargetHealthCheckResult {
+    health_tracker: ServerHealthTracker,
     /// Time at which the verdict last changed, or at which the first check was due.
     pub verdict_since: Instant,
     /// Error of the newest check. It is empty if that check passed, or if no check has finished yet.
@@ -50,11 +50,11 @@ pub struct TargetCheckResult {
     pub failure_count: u64,
 }
 
-impl TargetCheckResult {
-    fn not_yet_checked() -> Self {
+impl TargetHealthCheckResult {
+    fn before_first_check() -> Self {
         let verdict_since = Instant::now();
         Self {
-            health_tracker: HealthTracker::default(),
+            health_tracker: ServerHealthTracker::default(),
             verdict_since,
             last_error: String::new(),
             last_latency: Duration::ZERO,
@@ -71,14 +71,14 @@ impl TargetCheckResult {
 
 /// Settings of the checks of one server. Its earlier results are kept as long as no setting changes.
 #[derive(Clone, PartialEq)]
-struct CheckTargetSpec {
+struct HealthCheckTargetSpec {
     health_check: Arc<HealthCheck>,
     vip: SocketAddr,
     server_address: IpAddr,
 }
 
 struct CheckedTarget<K> {
-    spec: CheckTargetSpec,
+    spec: HealthCheckTargetSpec,
     prober: Arc<HealthProber>,
     key: K,
 }
@@ -87,7 +87,7 @@ struct CheckedTarget<K> {
 /// dropped, so this field must come first.
 pub struct HealthChecker<K> {
     desired_target_sender: watch::Sender<Arc<Vec<CheckedTarget<K>>>>,
-    shared_results: Arc<SharedCheckResults<K>>,
+    shared_results: Arc<SharedHealthCheckResults<K>>,
     _thread: HealthCheckerThread,
 }
 
@@ -105,8 +105,8 @@ impl Drop for HealthCheckerThread {
     }
 }
 
-struct SharedCheckResults<K> {
-    results_by_target: Mutex<BTreeMap<K, TargetCheckResult>>,
+struct SharedHealthCheckResults<K> {
+    results_by_target: Mutex<BTreeMap<K, TargetHealthCheckResult>>,
     verdict_change_count_sender: watch::Sender<u64>,
     check_permits: Semaphore,
 }
@@ -115,10 +115,10 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> HealthChecker<K> {
     /// Starts the checker's thread, at first without targets.
     pub fn start() -> anyhow::Result<Self> {
         let (desired_targets, receiver) = watch::channel(Arc::new(Vec::new()));
-        let shared_results = Arc::new(SharedCheckResults {
+        let shared_results = Arc::new(SharedHealthCheckResults {
             results_by_target: Mutex::new(BTreeMap::new()),
             verdict_change_count_sender: watch::Sender::new(0),
-            check_permits: Semaphore::new(MAX_CONCURRENT_CHECKS),
+            check_permits: Semaphore::new(MAX_CONCURRENT_HEALTH_CHECKS),
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread_results = shared_results.clone();
@@ -138,8 +138,8 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> HealthChecker<K> {
         let mut desired_targets = Vec::new();
         for service in services {
             let prober = Arc::new(HealthProber::new(service.health_check.clone(), service.vip, service.nat_table));
-            for (key, server) in service.servers_by_key {
-                let target_spec = CheckTargetSpec {
+            for (key, server) in service.server_addresses_by_key {
+                let target_spec = HealthCheckTargetSpec {
                     health_check: service.health_check.clone(),
                     vip: service.vip,
                     server_address: server,
@@ -150,7 +150,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> HealthChecker<K> {
         self.desired_target_sender.send_replace(Arc::new(desired_targets));
     }
 
-    pub fn check_results(&self) -> Vec<(K, TargetCheckResult)> {
+    pub fn check_results(&self) -> Vec<(K, TargetHealthCheckResult)> {
         self.shared_results.lock_results().iter().map(|(key, result)| (*key, result.clone())).collect()
     }
 
@@ -159,19 +159,19 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> HealthChecker<K> {
     }
 }
 
-impl<K> SharedCheckResults<K> {
-    fn lock_results(&self) -> MutexGuard<'_, BTreeMap<K, TargetCheckResult>> {
+impl<K> SharedHealthCheckResults<K> {
+    fn lock_results(&self) -> MutexGuard<'_, BTreeMap<K, TargetHealthCheckResult>> {
         self.results_by_target.lock()
     }
 }
 
 /// Task that checks one target. It is aborted when this value is dropped.
-struct TargetCheckTask {
-    spec: CheckTargetSpec,
+struct TargetHealthCheckTask {
+    spec: HealthCheckTargetSpec,
     abort_handle: AbortHandle,
 }
 
-impl Drop for TargetCheckTask {
+impl Drop for TargetHealthCheckTask {
     fn drop(&mut self) {
         self.abort_handle.abort();
     }
@@ -179,21 +179,21 @@ impl Drop for TargetCheckTask {
 
 async fn run_health_checks<K: Ord + Hash + Copy + Send + Sync + 'static>(
     mut target_receiver: watch::Receiver<Arc<Vec<CheckedTarget<K>>>>,
-    shared_results: Arc<SharedCheckResults<K>>,
+    shared_results: Arc<SharedHealthCheckResults<K>>,
 ) {
-    let mut target_tasks: HashMap<K, TargetCheckTask> = HashMap::new();
+    let mut target_tasks: HashMap<K, TargetHealthCheckTask> = HashMap::new();
     while target_receiver.changed().await.is_ok() {
         let targets = target_receiver.borrow_and_update().clone();
-        let specs_by_key: HashMap<K, &CheckTargetSpec> =
+        let specs_by_key: HashMap<K, &HealthCheckTargetSpec> =
             targets.iter().map(|target| (target.key, &target.spec)).collect();
         target_tasks.retain(|key, target_task| specs_by_key.get(key).is_some_and(|spec| **spec == target_task.spec));
         shared_results.lock_results().retain(|key, _| target_tasks.contains_key(key));
         for target in targets.iter() {
             target_tasks.entry(target.key).or_insert_with(|| {
-                shared_results.lock_results().insert(target.key, TargetCheckResult::not_yet_checked());
+                shared_results.lock_results().insert(target.key, TargetHealthCheckResult::before_first_check());
                 let checks =
                     check_target(target.key, target.spec.server_address, target.prober.clone(), shared_results.clone());
-                TargetCheckTask { spec: target.spec.clone(), abort_handle: tokio::spawn(checks).abort_handle() }
+                TargetHealthCheckTask { spec: target.spec.clone(), abort_handle: tokio::spawn(checks).abort_handle() }
             });
         }
         shared_results.verdict_change_count_sender.send_modify(|count| *count += 1);
@@ -204,12 +204,12 @@ async fn check_target<K: Ord + Copy>(
     key: K,
     server: IpAddr,
     prober: Arc<HealthProber>,
-    shared_results: Arc<SharedCheckResults<K>>,
+    shared_results: Arc<SharedHealthCheckResults<K>>,
 ) {
     let draw_random_fraction = || UnwrapErr(SysRng).random::<f64>();
     let health_check = prober.health_check();
     let mut next_check_time =
-        Instant::now() + health_check.interval.min(MAX_FIRST_CHECK_DELAY).mul_f64(draw_random_fraction());
+        Instant::now() + health_check.interval.min(MAX_FIRST_HEALTH_CHECK_DELAY).mul_f64(draw_random_fraction());
     loop {
         sleep_until(next_check_time).await;
         let permit = shared_results.check_permits.acquire().await;

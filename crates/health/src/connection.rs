@@ -9,16 +9,16 @@ use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream};
 
-use crate::path::{NatPath, NatTable};
+use crate::path::{HealthCheckNatPath, NatTable};
 
 /// Connection to a checked server. The stream is dropped before the NAT entry, because the RST that closes the
 /// connection needs the entry.
-pub(crate) struct ServerConnection {
+pub(crate) struct CheckedServerConnection {
     stream: TcpStream,
     _nat_entry: Option<NatEntryGuard>,
 }
 
-impl ServerConnection {
+impl CheckedServerConnection {
     pub(crate) async fn connect(
         socket: TcpSocket,
         address: SocketAddr,
@@ -30,13 +30,13 @@ impl ServerConnection {
     }
 }
 
-impl AsyncRead for ServerConnection {
+impl AsyncRead for CheckedServerConnection {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }
 }
 
-impl AsyncWrite for ServerConnection {
+impl AsyncWrite for CheckedServerConnection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
@@ -53,12 +53,12 @@ impl AsyncWrite for ServerConnection {
 
 /// Guard of an entry in the NAT table. Dropping the guard removes the entry.
 pub(crate) struct NatEntryGuard {
-    nat_path: NatPath,
+    nat_path: HealthCheckNatPath,
     nat_table: Arc<dyn NatTable>,
 }
 
 impl NatEntryGuard {
-    pub(crate) fn add_entry(nat_path: NatPath, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
+    pub(crate) fn add_entry(nat_path: HealthCheckNatPath, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
         nat_table.add_entry(&nat_path)?;
         Ok(Self { nat_path, nat_table: nat_table.clone() })
     }

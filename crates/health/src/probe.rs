@@ -21,8 +21,8 @@ use tokio::net::TcpSocket;
 use tokio_rustls::TlsConnector;
 
 use crate::ca;
-use crate::connection::{NatEntryGuard, ServerConnection};
-use crate::path::{NatPath, NatTable};
+use crate::connection::{CheckedServerConnection, NatEntryGuard};
+use crate::path::{HealthCheckNatPath, NatTable};
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProbeError {
@@ -155,7 +155,7 @@ impl HealthProber {
         };
         socket.bind((unspecified_address, 0).into()).map_err(to_probe_error)?;
         let source_port = socket.local_addr().map_err(to_probe_error)?.port();
-        let nat_path = NatPath { server, vip, server_port: self.target_port(), source_port };
+        let nat_path = HealthCheckNatPath { server_address: server, vip, server_port: self.target_port(), source_port };
         NatEntryGuard::add_entry(nat_path, nat_table).map_err(|error| ProbeError::LocalFailure(format!("{error:#}")))
     }
 
@@ -171,7 +171,7 @@ impl HealthProber {
     }
 
     /// Opens a connection that a reset will close, so that neither end keeps any state.
-    async fn connect(&self, server: IpAddr) -> Result<ServerConnection, ProbeError> {
+    async fn connect(&self, server: IpAddr) -> Result<CheckedServerConnection, ProbeError> {
         let to_probe_error = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => ProbeError::ConnectionRefused,
             _ => ProbeError::from_error(&error, ProbeError::NetworkFailure),
@@ -183,7 +183,7 @@ impl HealthProber {
             (Some(nat_table), ProbeAddress::Vip) => Some(self.add_nat_entry(&socket, server, nat_table)?),
             _ => None,
         };
-        ServerConnection::connect(socket, SocketAddr::new(server, self.target_port()), nat_entry)
+        CheckedServerConnection::connect(socket, SocketAddr::new(server, self.target_port()), nat_entry)
             .await
             .map_err(to_probe_error)
     }

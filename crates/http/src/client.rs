@@ -26,7 +26,7 @@ use coreward_api::types::{
     Acknowledgements, Audit, AuditQuery, CheckRequest, CheckResult, DrainServer, DrainStatus, Explain, Explanation,
     Fleet, FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
 };
-use exchange::{PendingRequest, connect_and_send};
+use exchange::{PendingRequest, connect_and_send_request};
 
 /// Time limit for each controller to answer whether it is the leader, if several controllers are configured.
 const LEADER_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -129,11 +129,12 @@ impl ControllerClient {
     /// Removes a permanently absent load balancer from the controller's records. Returns the remaining load balancers.
     pub async fn forget_load_balancer(&self, name: &str) -> anyhow::Result<LoadBalancers> {
         let path = format!("load-balancers/{}", utf8_percent_encode(name, NON_ALPHANUMERIC));
-        self.send_to_leader(PendingRequest { method: Method::DELETE, path_and_query: path, json_body: None }).await
+        self.send_request_to_leader(PendingRequest { method: Method::DELETE, path_and_query: path, json_body: None })
+            .await
     }
 
     /// Checks a fleet document without applying it, and returns its mistakes.
-    pub async fn check(&self, check_fleet_document: &CheckRequest) -> anyhow::Result<CheckResult> {
+    pub async fn check_fleet_document(&self, check_fleet_document: &CheckRequest) -> anyhow::Result<CheckResult> {
         self.send_json(Method::POST, "check", check_fleet_document).await
     }
 
@@ -154,7 +155,7 @@ impl ControllerClient {
 
     /// Ends the drain of a server, so that it receives new connections again.
     pub async fn undrain_server(&self, server: &str) -> anyhow::Result<DrainStatus> {
-        self.send_to_leader(PendingRequest {
+        self.send_request_to_leader(PendingRequest {
             method: Method::DELETE,
             path_and_query: drain_path(server),
             json_body: None,
@@ -165,7 +166,7 @@ impl ControllerClient {
     async fn get_json<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + ?Sized)) -> anyhow::Result<T> {
         let query = serde_urlencoded::to_string(query).context("a request that cannot be written")?;
         let path = if query.is_empty() { path.to_owned() } else { format!("{path}?{query}") };
-        self.send_to_leader(PendingRequest { method: Method::GET, path_and_query: path, json_body: None }).await
+        self.send_request_to_leader(PendingRequest { method: Method::GET, path_and_query: path, json_body: None }).await
     }
 
     async fn send_json<T: DeserializeOwned>(
@@ -175,15 +176,16 @@ impl ControllerClient {
         body: &impl Serialize,
     ) -> anyhow::Result<T> {
         let body = serde_json::to_vec(body).context("a request that cannot be written")?;
-        self.send_to_leader(PendingRequest { method, path_and_query: path.to_owned(), json_body: Some(body) }).await
+        self.send_request_to_leader(PendingRequest { method, path_and_query: path.to_owned(), json_body: Some(body) })
+            .await
     }
 
-    async fn send_to_leader<T: DeserializeOwned>(&self, request: PendingRequest) -> anyhow::Result<T> {
+    async fn send_request_to_leader<T: DeserializeOwned>(&self, request: PendingRequest) -> anyhow::Result<T> {
         let controller = match &self.controllers[..] {
             [only] => only,
             _ => self.find_leader().await?,
         };
-        self.send_to_controller(controller, request).await
+        self.send_request_to_controller(controller, request).await
     }
 
     /// Returns the leading controller. Queries all controllers concurrently, because one of them may hang. A change is
@@ -197,7 +199,7 @@ impl ControllerClient {
                     PendingRequest { method: Method::GET, path_and_query: "health".to_owned(), json_body: None };
                 let health = tokio::time::timeout(
                     LEADER_PROBE_TIMEOUT,
-                    client.send_to_controller::<Health>(&controller, request),
+                    client.send_request_to_controller::<Health>(&controller, request),
                 )
                 .await;
                 let timeout_error = || anyhow!("no answer within {} s", LEADER_PROBE_TIMEOUT.as_secs());
@@ -228,7 +230,7 @@ impl ControllerClient {
         ))
     }
 
-    async fn send_to_controller<T: DeserializeOwned>(
+    async fn send_request_to_controller<T: DeserializeOwned>(
         &self,
         controller: &ControllerUrl,
         request: PendingRequest,
@@ -245,7 +247,7 @@ impl ControllerClient {
             anyhow!("no controller answers at {controller} ({}): {expected}", error.root_cause())
         };
         let (status, body) =
-            connect_and_send(controller, https, token_text, request).await.map_err(unreachable_error)?;
+            connect_and_send_request(controller, https, token_text, request).await.map_err(unreachable_error)?;
         let unexpected_answer_message = || format!("{controller} answers {status}: expected the API of a controller");
         if status.is_success() {
             return serde_json::from_slice(&body).with_context(unexpected_answer_message);

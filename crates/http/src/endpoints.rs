@@ -29,20 +29,20 @@ use crate::{Problem, ProblemKind};
 use coreward_api::{Caller, Role};
 
 /// Default limit of a request body's size, in bytes.
-pub const DEFAULT_MAX_BODY_BYTES: usize = 64 << 10;
+pub const DEFAULT_MAX_REQUEST_BODY_BYTES: usize = 64 << 10;
 /// Maximum size of a request that contains a fleet document, in bytes. 16,384 servers and 1,000 services take 2 MB.
 pub const MAX_FLEET_DOCUMENT_BYTES: usize = 8 << 20;
 /// Time limit for a request's handler to begin its answer.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+const API_ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Name of the bearer token scheme in the OpenAPI document.
 const TOKEN_SECURITY_SCHEME: &str = "token";
 
 /// Numbers of answered requests, by the HTTP status code of the answer.
 #[derive(Debug, Default)]
-pub struct RequestCounts(Mutex<BTreeMap<u16, u64>>);
+pub struct RequestCountsByStatus(Mutex<BTreeMap<u16, u64>>);
 
-impl RequestCounts {
-    fn count_status(&self, status: u16) {
+impl RequestCountsByStatus {
+    fn count_response_status(&self, status: u16) {
         *self.0.lock().entry(status).or_default() += 1;
     }
 
@@ -53,20 +53,24 @@ impl RequestCounts {
 }
 
 /// Access control of the API. It authenticates callers and enforces roles and rate limits.
-pub struct AccessControl {
+pub struct ApiAccessControl {
     tokens: Arc<ApiTokens>,
     sessions: BrowserSessions,
     revocation_list: RevocationList,
     rate_limits: ApiRateLimits,
-    request_counts: Arc<RequestCounts>,
+    request_counts: Arc<RequestCountsByStatus>,
     /// Counter of credential reloads. Streaming answers end when it changes.
     permission_change_sender: watch::Sender<u64>,
 }
 
-impl AccessControl {
+impl ApiAccessControl {
     /// Creates an access control that accepts callers with one of these tokens or with a certificate that is not
     /// revoked.
-    pub fn new(tokens: Arc<ApiTokens>, revocation_list: RevocationList, request_counts: Arc<RequestCounts>) -> Self {
+    pub fn new(
+        tokens: Arc<ApiTokens>,
+        revocation_list: RevocationList,
+        request_counts: Arc<RequestCountsByStatus>,
+    ) -> Self {
         let (sessions, rate_limits) = (BrowserSessions::default(), ApiRateLimits::default());
         Self {
             tokens,
@@ -80,7 +84,7 @@ impl AccessControl {
 
     /// Reads the token files again. If a token has changed, sessions that began with a token end. Sessions that began
     /// with a certificate always end, because it may have been revoked. Streaming answers also end
-    /// ([`AccessControl::subscribe_to_permission_changes`]), and callers with valid credentials reconnect. Fails and
+    /// ([`ApiAccessControl::subscribe_to_permission_changes`]), and callers with valid credentials reconnect. Fails and
     /// keeps the previous tokens if a token file is unusable.
     pub fn reload_tokens(&self) -> anyhow::Result<()> {
         let reload_result = self.tokens.reload();
@@ -111,7 +115,7 @@ impl AccessControl {
                 .then(|| (Role::Viewer, "session".into()))
         };
         let role_and_principal = match (request.headers().get(header::AUTHORIZATION), &peer.certificate) {
-            (Some(authorization), _) => self.authenticate_token(authorization),
+            (Some(authorization), _) => self.authenticate_bearer_token(authorization),
             (None, Some(certificate)) => Some((certificate.role, certificate.name.clone())),
             (None, None) => authenticate_session(),
         };
@@ -129,7 +133,7 @@ impl AccessControl {
 
     /// Returns the role that the token in the `Authorization` header grants, and a caller name that contains the
     /// token's id.
-    fn authenticate_token(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
+    fn authenticate_bearer_token(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
         let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
         // The scheme's case does not matter (RFC 9110, Sect. 11.1).
         let token = Some(token.trim()).filter(|_| scheme.eq_ignore_ascii_case("bearer"))?;
@@ -146,13 +150,13 @@ pub fn token_id(token: &str) -> String {
 /// State of the middleware that authorizes a request before the handler of an endpoint runs.
 #[derive(Clone)]
 struct RouteAuthorizer {
-    access_control: Arc<AccessControl>,
+    access_control: Arc<ApiAccessControl>,
     required_role: Role,
 }
 
 async fn authorize_request(State(route_guard): State<RouteAuthorizer>, request: Request, next: Next) -> Response {
     let response = authorize_and_run_handler(&route_guard, request, next).await;
-    route_guard.access_control.request_counts.count_status(response.status().as_u16());
+    route_guard.access_control.request_counts.count_response_status(response.status().as_u16());
     response
 }
 
@@ -176,9 +180,9 @@ async fn authorize_and_run_handler(route_guard: &RouteAuthorizer, mut request: R
         Err(problem) => problem.into_response(),
         Ok(caller) => {
             request.extensions_mut().insert(caller);
-            let response = tokio::time::timeout(ANSWER_TIMEOUT, next.run(request)).await;
+            let response = tokio::time::timeout(API_ANSWER_TIMEOUT, next.run(request)).await;
             response.unwrap_or_else(|_| {
-                let detail = format!("no answer within {} s", ANSWER_TIMEOUT.as_secs());
+                let detail = format!("no answer within {} s", API_ANSWER_TIMEOUT.as_secs());
                 Problem::new(ProblemKind::Timeout, detail).into_response()
             })
         }
@@ -187,7 +191,7 @@ async fn authorize_and_run_handler(route_guard: &RouteAuthorizer, mut request: R
 
 /// Builder of the API's router and OpenAPI document, to which endpoints are added.
 pub struct ApiEndpoints<S> {
-    access_control: Arc<AccessControl>,
+    access_control: Arc<ApiAccessControl>,
     router: OpenApiRouter<S>,
 }
 
@@ -197,7 +201,7 @@ struct BaseOpenApiDocument;
 
 impl<S: Clone + Send + Sync + 'static> ApiEndpoints<S> {
     /// Creates a builder without endpoints. `title` and `description` are for the OpenAPI document.
-    pub fn new(access_control: Arc<AccessControl>, title: &str, description: &str) -> Self {
+    pub fn new(access_control: Arc<ApiAccessControl>, title: &str, description: &str) -> Self {
         let mut document = BaseOpenApiDocument::openapi();
         document.info.title = title.to_owned();
         document.info.description = Some(description.to_owned());
@@ -212,11 +216,11 @@ impl<S: Clone + Send + Sync + 'static> ApiEndpoints<S> {
 
     /// Adds an endpoint (`routes!(handler)`) for callers that have at least `required_role`.
     pub fn add_endpoint(self, required_role: Role, routes: UtoipaMethodRouter<S>) -> Self {
-        self.add_with_body_limit(required_role, DEFAULT_MAX_BODY_BYTES, routes)
+        self.add_endpoint_with_body_limit(required_role, DEFAULT_MAX_REQUEST_BODY_BYTES, routes)
     }
 
     /// Adds an endpoint as [`ApiEndpoints::add_endpoint`] does, but limits the request body to `max_body_bytes`.
-    pub fn add_with_body_limit(
+    pub fn add_endpoint_with_body_limit(
         mut self,
         required_role: Role,
         max_body_bytes: usize,
@@ -227,7 +231,7 @@ impl<S: Clone + Send + Sync + 'static> ApiEndpoints<S> {
             .paths
             .values_mut()
             .flat_map(path_item_operations)
-            .for_each(|operation| describe_operation(operation, required_role));
+            .for_each(|operation| document_role_and_errors(operation, required_role));
         let route_guard = RouteAuthorizer { access_control: self.access_control.clone(), required_role };
         let router = router
             .layer(DefaultBodyLimit::max(max_body_bytes))
@@ -264,7 +268,7 @@ fn path_item_operations(path_item: &mut PathItem) -> impl Iterator<Item = &mut O
 }
 
 /// Documents the required role, and the errors that every operation can return, in an OpenAPI operation.
-fn describe_operation(operation: &mut Operation, required_role: Role) {
+fn document_role_and_errors(operation: &mut Operation, required_role: Role) {
     // OpenAPI 3.1, Security Requirement Object. The array may name the required roles of a scheme without scopes.
     operation.security = Some(vec![SecurityRequirement::new(TOKEN_SECURITY_SCHEME, [required_role.name()])]);
     let mut errors = vec![

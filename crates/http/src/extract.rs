@@ -10,7 +10,7 @@ use serde::de::{DeserializeOwned, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Problem;
-use crate::endpoints::DEFAULT_MAX_BODY_BYTES;
+use crate::endpoints::DEFAULT_MAX_REQUEST_BODY_BYTES;
 use crate::work::{self, RequestWorkSize};
 
 /// Extractor of the parameters in a request's query.
@@ -37,9 +37,9 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
         axum::Json::<JsonObject<IgnoredAny>>::from_request(request_with_empty_json_object, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
         let work_size =
-            if bytes.len() > DEFAULT_MAX_BODY_BYTES { RequestWorkSize::Large } else { RequestWorkSize::Small };
+            if bytes.len() > DEFAULT_MAX_REQUEST_BODY_BYTES { RequestWorkSize::Large } else { RequestWorkSize::Small };
         let axum::Json(JsonObject(body)) =
-            work::run_on_worker(work_size, move || axum::Json::from_bytes(&bytes)).await??;
+            work::run_on_worker_thread(work_size, move || axum::Json::from_bytes(&bytes)).await??;
         Ok(Self(body))
     }
 }
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn body_must_be_an_object() {
+    fn request_body_must_be_a_json_object() {
         assert!(!serde_json::from_str::<JsonObject<ForceRequestBody>>("{}").unwrap().0.force);
         let error = serde_json::from_str::<JsonObject<ForceRequestBody>>("[]").map(|body| body.0).unwrap_err();
         assert!(error.to_string().contains("invalid type: sequence, expected an object"), "{error}");

@@ -21,22 +21,22 @@ type KeyedRateLimiter<K> = RateLimiter<
 
 /// Maximum number of read-only requests per second, for each role and client address. This is enough for a dashboard
 /// and a few scripts.
-const MAX_READS_PER_SECOND: NonZeroU32 = NonZeroU32::new(200).unwrap();
+const MAX_API_READS_PER_SECOND: NonZeroU32 = NonZeroU32::new(200).unwrap();
 /// Maximum number of requests per second to operators' endpoints, for each role and client address.
-const MAX_WRITES_PER_SECOND: NonZeroU32 = NonZeroU32::new(20).unwrap();
+const MAX_API_WRITES_PER_SECOND: NonZeroU32 = NonZeroU32::new(20).unwrap();
 /// Maximum number of requests per second without a valid credential, for each client address.
-const MAX_REJECTIONS_PER_SECOND: NonZeroU32 = NonZeroU32::new(10).unwrap();
+const MAX_UNAUTHENTICATED_REQUESTS_PER_SECOND: NonZeroU32 = NonZeroU32::new(10).unwrap();
 /// Maximum number of requests in a burst, as a multiple of the rate per second.
 const BURST_RATE_MULTIPLE: u32 = 5;
 /// Number of callers in a rate limiter above which the limiter removes inactive callers.
-const MAX_TRACKED_CALLERS: usize = 4096;
+const MAX_TRACKED_API_CALLERS: usize = 4096;
 
 /// Rate limits of the API, for each caller's role and address.
 pub struct ApiRateLimits {
     clock: MonotonicClock,
     read_limiter: KeyedRateLimiter<(Role, IpAddr)>,
     write_limiter: KeyedRateLimiter<(Role, IpAddr)>,
-    rejection_limiter: KeyedRateLimiter<IpAddr>,
+    rejected_request_limiter: KeyedRateLimiter<IpAddr>,
 }
 
 impl Default for ApiRateLimits {
@@ -46,17 +46,17 @@ impl Default for ApiRateLimits {
             |rate: NonZeroU32| Quota::per_second(rate).allow_burst(rate.saturating_mul(BURST_TO_RATE_FACTOR));
         Self {
             read_limiter: RateLimiter::new(
-                quota_for_rate(MAX_READS_PER_SECOND),
+                quota_for_rate(MAX_API_READS_PER_SECOND),
                 DashMapStateStore::default(),
                 clock.clone(),
             ),
             write_limiter: RateLimiter::new(
-                quota_for_rate(MAX_WRITES_PER_SECOND),
+                quota_for_rate(MAX_API_WRITES_PER_SECOND),
                 DashMapStateStore::default(),
                 clock.clone(),
             ),
-            rejection_limiter: RateLimiter::new(
-                quota_for_rate(MAX_REJECTIONS_PER_SECOND),
+            rejected_request_limiter: RateLimiter::new(
+                quota_for_rate(MAX_UNAUTHENTICATED_REQUESTS_PER_SECOND),
                 DashMapStateStore::default(),
                 clock.clone(),
             ),
@@ -78,7 +78,7 @@ impl ApiRateLimits {
 
     /// Counts a request without a valid credential. Fails if the address's rate limit is exceeded.
     pub fn check_rejected_request_rate(&self, address: IpAddr) -> Result<(), Problem> {
-        self.check_rate_limiter(&self.rejection_limiter, &network_of_address(address))
+        self.check_rate_limiter(&self.rejected_request_limiter, &network_of_address(address))
     }
 
     fn check_rate_limiter<K: std::hash::Hash + Eq + Clone>(
@@ -86,7 +86,7 @@ impl ApiRateLimits {
         limiter: &KeyedRateLimiter<K>,
         key: &K,
     ) -> Result<(), Problem> {
-        if limiter.len() > MAX_TRACKED_CALLERS {
+        if limiter.len() > MAX_TRACKED_API_CALLERS {
             limiter.retain_recent();
         }
         limiter
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn excess_requests_get_retry_after() {
+    fn excess_requests_get_a_retry_after_header() {
         let limits = ApiRateLimits::default();
         let client_address = |last_segment: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last_segment));
         let start_time = std::time::Instant::now();
@@ -127,8 +127,8 @@ mod tests {
             })
             .unwrap();
         let (burst, replenished_count) = (
-            MAX_WRITES_PER_SECOND.get() * BURST_RATE_MULTIPLE,
-            start_time.elapsed().as_secs_f64() * f64::from(MAX_WRITES_PER_SECOND.get()),
+            MAX_API_WRITES_PER_SECOND.get() * BURST_RATE_MULTIPLE,
+            start_time.elapsed().as_secs_f64() * f64::from(MAX_API_WRITES_PER_SECOND.get()),
         );
         assert!(
             (burst..=burst + replenished_count as u32 + 1).contains(&allowed_count),

@@ -98,9 +98,9 @@ pub trait StreamAcceptor: Clone + Send + Sync + 'static {
 
 /// Acceptor of connections without TLS.
 #[derive(Debug, Clone, Copy)]
-pub struct PlainAcceptor;
+pub struct PlainTcpAcceptor;
 
-impl StreamAcceptor for PlainAcceptor {
+impl StreamAcceptor for PlainTcpAcceptor {
     type Stream = TcpStream;
 
     async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(TcpStream, ConnectionPeer)> {
@@ -146,7 +146,7 @@ impl ApiListener {
         background: impl Future<Output = ()> + Send + 'static,
     ) -> anyhow::Result<RunningApiServer> {
         let runtime = tokio::runtime::Builder::new_current_thread()
-            .max_blocking_threads(work::WORKER_THREAD_COUNT)
+            .max_blocking_threads(work::ANSWER_WORKER_THREAD_COUNT)
             .on_thread_start(on_thread_start)
             .thread_name("api-work")
             .enable_all()

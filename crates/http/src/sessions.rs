@@ -14,9 +14,9 @@ use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use subtle::ConstantTimeEq as _;
 
-const SESSION_LIFETIME: Duration = Duration::from_secs(12 * 3600);
+const API_SESSION_LIFETIME: Duration = Duration::from_secs(12 * 3600);
 /// Maximum number of sessions. At the limit, a new session ends the oldest one.
-const MAX_SESSIONS: usize = 256;
+const MAX_API_SESSIONS: usize = 256;
 const SESSION_COOKIE_NAME: &str = "coreward_session";
 
 /// Current sessions of browsers.
@@ -25,7 +25,7 @@ pub struct BrowserSessions(Mutex<Vec<BrowserSession>>);
 
 /// Kind of credential with which a session began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SessionCredential {
+pub enum SessionCredentialKind {
     /// Session that began with the token of a role.
     Token,
     /// Session that began with a client certificate.
@@ -37,7 +37,7 @@ pub enum SessionCredential {
     },
 }
 
-impl SessionCredential {
+impl SessionCredentialKind {
     fn is_valid(&self, revocation_list: &RevocationList) -> bool {
         match self {
             Self::Token => true,
@@ -51,22 +51,22 @@ impl SessionCredential {
 
 struct BrowserSession {
     id: String,
-    credential: SessionCredential,
+    credential: SessionCredentialKind,
     expires_at: Instant,
 }
 
 impl BrowserSessions {
     /// Begins a session and returns its `Set-Cookie` value. The cookie is `Secure` if the request arrived over TLS.
-    pub fn begin_session(&self, credential: SessionCredential, is_encrypted: bool) -> String {
+    pub fn begin_session(&self, credential: SessionCredentialKind, is_encrypted: bool) -> String {
         let mut random_bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut random_bytes);
         let id = URL_SAFE_NO_PAD.encode(random_bytes);
         let mut sessions = self.lock_live_sessions();
-        if sessions.len() >= MAX_SESSIONS {
+        if sessions.len() >= MAX_API_SESSIONS {
             sessions.remove(0);
         }
-        let cookie = cookie_header_value(&id, SESSION_LIFETIME, is_encrypted);
-        sessions.push(BrowserSession { id, credential, expires_at: Instant::now() + SESSION_LIFETIME });
+        let cookie = cookie_header_value(&id, API_SESSION_LIFETIME, is_encrypted);
+        sessions.push(BrowserSession { id, credential, expires_at: Instant::now() + API_SESSION_LIFETIME });
         cookie
     }
 
@@ -89,12 +89,12 @@ impl BrowserSessions {
 
     /// Ends all sessions that began with a token.
     pub fn end_token_sessions(&self) {
-        self.lock_live_sessions().retain(|session| session.credential != SessionCredential::Token);
+        self.lock_live_sessions().retain(|session| session.credential != SessionCredentialKind::Token);
     }
 
     /// Ends all sessions that began with a certificate.
     pub fn end_certificate_sessions(&self) {
-        self.lock_live_sessions().retain(|session| session.credential == SessionCredential::Token);
+        self.lock_live_sessions().retain(|session| session.credential == SessionCredentialKind::Token);
     }
 
     fn lock_live_sessions(&self) -> MutexGuard<'_, Vec<BrowserSession>> {
@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn session_lasts_until_logout() {
         let (sessions, revoked) = (BrowserSessions::default(), RevocationList::default());
-        let cookie = sessions.begin_session(SessionCredential::Token, false);
+        let cookie = sessions.begin_session(SessionCredentialKind::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
         let headers = headers_with_cookie(cookie.split(';').next().unwrap());
         assert!(
@@ -154,12 +154,12 @@ mod tests {
         assert!(!sessions.has_valid_session(&headers, &revoked));
         let begin_session =
             |credential| headers_with_cookie(sessions.begin_session(credential, false).split(';').next().unwrap());
-        let certificate_credential = |n: u8, not_after| SessionCredential::Certificate {
+        let certificate_credential = |n: u8, not_after| SessionCredentialKind::Certificate {
             fingerprint: CertificateFingerprint::sha256(&[n]),
             not_after,
         };
         let [token, lost, kept, expired] = [
-            SessionCredential::Token,
+            SessionCredentialKind::Token,
             certificate_credential(1, Duration::MAX),
             certificate_credential(2, Duration::MAX),
             certificate_credential(3, Duration::from_secs(1)),
@@ -178,9 +178,9 @@ mod tests {
     fn oldest_session_is_evicted_at_limit() {
         let sessions = BrowserSessions::default();
         let first_session_headers =
-            headers_with_cookie(sessions.begin_session(SessionCredential::Token, false).split(';').next().unwrap());
-        (0..MAX_SESSIONS).for_each(|_| drop(sessions.begin_session(SessionCredential::Token, false)));
+            headers_with_cookie(sessions.begin_session(SessionCredentialKind::Token, false).split(';').next().unwrap());
+        (0..MAX_API_SESSIONS).for_each(|_| drop(sessions.begin_session(SessionCredentialKind::Token, false)));
         assert!(!sessions.has_valid_session(&first_session_headers, &RevocationList::default()));
-        assert_eq!(sessions.lock_live_sessions().len(), MAX_SESSIONS);
+        assert_eq!(sessions.lock_live_sessions().len(), MAX_API_SESSIONS);
     }
 }

@@ -16,11 +16,11 @@ use subtle::ConstantTimeEq as _;
 use coreward_api::Role;
 
 /// Number of random bytes in a generated token.
-const TOKEN_BYTES: usize = 32;
+const GENERATED_TOKEN_RANDOM_BYTES: usize = 32;
 /// Number of random bytes in the name of a temporary token file.
-const TEMPORARY_NAME_BYTES: usize = 9;
+const TEMPORARY_NAME_RANDOM_BYTES: usize = 9;
 /// Minimum length of a token in characters, for tokens that an operator has chosen.
-const MIN_TOKEN_LENGTH: usize = 32;
+const MIN_TOKEN_CHARS: usize = 32;
 
 /// Returns the path of the file in `directory` that contains a role's token.
 pub fn token_file_path(directory: &Path, role: Role) -> PathBuf {
@@ -73,7 +73,7 @@ impl ApiTokens {
 
 fn read_or_create_token(path: &Path) -> anyhow::Result<Secret<String>> {
     if !path.exists() {
-        create_token_file(path, &generate_random_base64::<TOKEN_BYTES>())
+        create_token_file(path, &generate_random_base64::<GENERATED_TOKEN_RANDOM_BYTES>())
             .with_context(|| format!("{}: the token cannot be written", path.display()))?;
         tracing::info!(
             event = "token-created",
@@ -91,8 +91,8 @@ pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     // Characters of bearer tokens (RFC 6750, Sect. 2.1).
     let is_token_character = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);
     ensure!(
-        text.len() >= MIN_TOKEN_LENGTH && text.chars().all(is_token_character),
-        "{} holds no token: expected at least {MIN_TOKEN_LENGTH} characters out of A-Z a-z 0-9 - . _ ~ + / = (without \
+        text.len() >= MIN_TOKEN_CHARS && text.chars().all(is_token_character),
+        "{} holds no token: expected at least {MIN_TOKEN_CHARS} characters out of A-Z a-z 0-9 - . _ ~ + / = (without \
          the file a new one is drawn)",
         path.display()
     );
@@ -109,7 +109,8 @@ fn generate_random_base64<const BYTES: usize>() -> String {
 /// first one creates the token and the others use it.
 fn create_token_file(path: &Path, token: &str) -> std::io::Result<()> {
     // The name is random, because process ids can be equal in two containers that share a directory.
-    let temporary_path = path.with_extension(format!("new-{}", generate_random_base64::<TEMPORARY_NAME_BYTES>()));
+    let temporary_path =
+        path.with_extension(format!("new-{}", generate_random_base64::<TEMPORARY_NAME_RANDOM_BYTES>()));
     let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary_path)?;
     let result = writeln!(file, "{token}").and_then(|()| file.sync_all()).and_then(|()| {
         // Unlike a rename, a link never replaces an existing file.

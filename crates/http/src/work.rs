@@ -10,7 +10,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use crate::{Problem, ProblemKind};
 
 /// Number of worker threads that compute answers. Each computes one answer at a time.
-pub(crate) const WORKER_THREAD_COUNT: usize = 4;
+pub(crate) const ANSWER_WORKER_THREAD_COUNT: usize = 4;
 /// Maximum number of worker threads that compute large requests. The others remain free for small requests.
 const MAX_LARGE_REQUEST_THREADS: usize = 2;
 /// Maximum number of large requests that wait for a worker thread. Their bodies are held in memory.
@@ -42,11 +42,11 @@ impl IntoResponse for JsonAnswer {
 
 /// Computes an answer on a worker thread, and encodes it in JSON. Fails if `work` returns an error or panics, or if too
 /// many requests wait.
-pub async fn compute_answer<T: Serialize>(
+pub async fn compute_json_answer<T: Serialize>(
     size: RequestWorkSize,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<JsonAnswer, Problem> {
-    run_on_worker(size, move || {
+    run_on_worker_thread(size, move || {
         let json = serde_json::to_vec(&work()?);
         json.map(JsonAnswer).map_err(|error| internal_problem(&error))
     })
@@ -54,7 +54,7 @@ pub async fn compute_answer<T: Serialize>(
 }
 
 /// Runs `work` on a worker thread. Fails if too many requests wait, or if `work` panics.
-pub async fn run_on_worker<T: Send + 'static>(
+pub async fn run_on_worker_thread<T: Send + 'static>(
     size: RequestWorkSize,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Problem> {

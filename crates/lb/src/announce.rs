@@ -19,12 +19,12 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_stream::StreamExt as _;
 
-use crate::config::AnnounceConfig;
+use crate::config::VipAnnouncementConfig;
 
 /// Protocol number of the routes, as in `ip route`. Neither the kernel nor iproute2 assigns this number to a protocol.
 const VIP_ROUTE_PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
 /// Interval between checks for changes that other programs have made to the routing table.
-const ROUTE_READ_INTERVAL: Duration = Duration::from_secs(10);
+const ROUTE_TABLE_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 pub struct VipAnnouncer {
     netlink_handle: Handle,
@@ -40,13 +40,13 @@ pub struct VipAnnouncementState {
     /// VIPs whose packets can be forwarded.
     pub announceable_vips: BTreeSet<IpAddr>,
     /// Reasons why configured VIPs are not announced.
-    pub blocked_reasons: Vec<String>,
+    pub obstacles: Vec<String>,
 }
 
 impl VipAnnouncer {
     /// Returns an announcer that has read the VIP routes left by an earlier process. Fails when the kernel's routes
     /// cannot be read.
-    pub async fn start(config: &AnnounceConfig) -> anyhow::Result<Self> {
+    pub async fn start(config: &VipAnnouncementConfig) -> anyhow::Result<Self> {
         let (connection, netlink_handle, _) =
             rtnetlink::new_connection().context("cannot open a netlink socket for routes")?;
         let netlink_task = tokio::spawn(connection).abort_handle();
@@ -57,7 +57,7 @@ impl VipAnnouncer {
             last_route_read_at: Instant::now(),
             netlink_task,
         };
-        announcer.read_routes().await?;
+        announcer.read_own_routes().await?;
         Ok(announcer)
     }
 
@@ -71,8 +71,8 @@ impl VipAnnouncer {
 
     /// Announces exactly the `announceable_vips` VIPs and withdraws all others. Fails when the kernel rejects a route.
     pub async fn announce_vips(&mut self, announceable_vips: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
-        if self.last_route_read_at.elapsed() >= ROUTE_READ_INTERVAL {
-            self.read_routes().await?;
+        if self.last_route_read_at.elapsed() >= ROUTE_TABLE_CHECK_INTERVAL {
+            self.read_own_routes().await?;
         }
         let withdrawn_vips: Vec<IpAddr> = self.announced_vips.difference(announceable_vips).copied().collect();
         for vip in withdrawn_vips {
@@ -112,7 +112,7 @@ impl VipAnnouncer {
         Ok(link.header.flags.contains(LinkFlags::Up | LinkFlags::LowerUp))
     }
 
-    async fn read_routes(&mut self) -> anyhow::Result<()> {
+    async fn read_own_routes(&mut self) -> anyhow::Result<()> {
         let route_requests =
             [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()];
         let mut announced_vips = BTreeSet::new();
@@ -121,7 +121,7 @@ impl VipAnnouncer {
             let mut route_stream = std::pin::pin!(routes);
             while let Some(route) = route_stream.next().await {
                 let route = route.context("cannot read the kernel's routes")?;
-                announced_vips.extend(announced_vip(&route, self.route_table_id));
+                announced_vips.extend(announced_vip_in_route(&route, self.route_table_id));
             }
         }
         (self.announced_vips, self.last_route_read_at) = (announced_vips, Instant::now());
@@ -144,7 +144,7 @@ impl Drop for VipAnnouncer {
     }
 }
 
-fn announced_vip(route: &RouteMessage, own_table_id: u32) -> Option<IpAddr> {
+fn announced_vip_in_route(route: &RouteMessage, own_table_id: u32) -> Option<IpAddr> {
     let table_attribute = route.attributes.iter().find_map(|attribute| match attribute {
         RouteAttribute::Table(table_id) => Some(*table_id),
         _ => None,
@@ -171,11 +171,11 @@ mod tests {
             let vip: IpAddr = vip.parse().unwrap();
             let announced_vip_for_route = |table, protocol, length| {
                 let route_builder = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, length).unwrap();
-                announced_vip(&route_builder.table_id(table).protocol(protocol).build(), 7400)
+                announced_vip_in_route(&route_builder.table_id(table).protocol(protocol).build(), 7400)
             };
             let host_prefix_length = host_prefix_length(vip);
             assert_eq!(announced_vip_for_route(7400, VIP_ROUTE_PROTOCOL, host_prefix_length), Some(vip));
-            assert_eq!(announced_vip(&build_vip_route(vip, 7400).unwrap(), 7400), Some(vip));
+            assert_eq!(announced_vip_in_route(&build_vip_route(vip, 7400).unwrap(), 7400), Some(vip));
             assert_eq!(announced_vip_for_route(7401, VIP_ROUTE_PROTOCOL, host_prefix_length), None);
             assert_eq!(announced_vip_for_route(7400, RouteProtocol::Static, host_prefix_length), None);
             assert_eq!(announced_vip_for_route(7400, VIP_ROUTE_PROTOCOL, network_length), None);

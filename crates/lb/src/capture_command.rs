@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
-use coreward_dataplane::lb::capture::{self, CaptureOptions, CapturedPacket, PacketCapture, PacketDestination};
+use coreward_dataplane::lb::capture::{
+    self, CapturedPacket, CapturedPacketDestination, PacketCapture, PacketCaptureOptions,
+};
 use coreward_model::ServiceAddress;
 use nix::time::{ClockId, clock_gettime};
 
@@ -44,22 +46,23 @@ pub struct CaptureArgs {
 }
 
 /// Interval at which the capture checks whether it must end.
-const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+const CAPTURE_END_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Captures packets of a service until the given number of packets or seconds is reached, or until SIGINT. Then prints
 /// the number of packets. Fails when no load balancer runs, when it does not have the service, or when the file cannot
 /// be written.
 pub fn run_capture_command(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = LoadBalancerConfig::load(&args.config)?;
-    let service = find_service(&args.service, &capture::pinned_services(&config.pin_directory)?)?;
-    let options = CaptureOptions { pin_directory: config.pin_directory, service, max_captured_bytes: args.length };
+    let service = find_service(&args.service, &capture::pinned_services_with_names(&config.pin_directory)?)?;
+    let options =
+        PacketCaptureOptions { pin_directory: config.pin_directory, service, max_bytes_per_packet: args.length };
     let mut packet_sink = match &args.out {
         Some(path) => CapturedPacketSink::PcapngFile(PcapngFile::create(path, args.annotate)?),
         None => CapturedPacketSink::TextLines,
     };
     let mut capture = PacketCapture::start(options)?;
     eprintln!("capturing {service}");
-    let stop_flag = stop_flag_on_signal()?;
+    let stop_flag = install_stop_signal_handler()?;
     let monotonic_epoch = monotonic_clock_epoch()?;
     let started_at = Instant::now();
     let (mut packet_count, mut write_error) = (0, None);
@@ -68,7 +71,7 @@ pub fn run_capture_command(args: &CaptureArgs) -> anyhow::Result<()> {
         && args.count.is_none_or(|count| packet_count < count)
         && args.seconds.is_none_or(|seconds| started_at.elapsed() < Duration::from_secs(seconds))
     {
-        capture.poll(STOP_CHECK_INTERVAL, &mut |packet| {
+        capture.poll(CAPTURE_END_CHECK_INTERVAL, &mut |packet| {
             if write_error.is_none() && args.count.is_none_or(|count| packet_count < count) {
                 packet_count += 1;
                 write_error = packet_sink.write_packet(monotonic_epoch + packet.arrival_time, &packet).err();
@@ -106,7 +109,7 @@ pub(crate) fn find_service(
     Ok(*address)
 }
 
-fn stop_flag_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
+fn install_stop_signal_handler() -> anyhow::Result<Arc<AtomicBool>> {
     let stop_flag = Arc::new(AtomicBool::new(false));
     let handler_flag = stop_flag.clone();
     ctrlc::set_handler(move || handler_flag.store(true, Ordering::Relaxed)).context("cannot handle SIGINT")?;
@@ -128,7 +131,7 @@ impl CapturedPacketSink {
     fn write_packet(&mut self, unix_time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         match self {
             CapturedPacketSink::TextLines => {
-                let decision_comment = DecisionComment(packet);
+                let decision_comment = PacketDecisionComment(packet);
                 let (seconds, micros) = (unix_time.as_secs(), unix_time.subsec_micros());
                 Ok(writeln!(
                     std::io::stdout(),
@@ -163,26 +166,26 @@ impl PcapngFile {
     }
 
     fn write_packet(&mut self, unix_time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
-        let decision = self.adds_decision_comments.then(|| DecisionComment(packet).to_string());
+        let decision = self.adds_decision_comments.then(|| PacketDecisionComment(packet).to_string());
         self.writer.write_packet(unix_time, &packet.received_frame, packet.frame_length, decision.as_deref())?;
         Ok(())
     }
 }
 
-struct DecisionComment<'a>(&'a CapturedPacket);
+struct PacketDecisionComment<'a>(&'a CapturedPacket);
 
-impl fmt::Display for DecisionComment<'_> {
+impl fmt::Display for PacketDecisionComment<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.0.outcome)?;
         match &self.0.destination {
-            PacketDestination::Kernel => f.write_str("passed to the kernel"),
-            PacketDestination::Dropped => f.write_str("dropped"),
-            PacketDestination::Broadcast => f.write_str("to all servers"),
-            PacketDestination::LoadBalancer { owner_number } => {
+            CapturedPacketDestination::Kernel => f.write_str("passed to the kernel"),
+            CapturedPacketDestination::Dropped => f.write_str("dropped"),
+            CapturedPacketDestination::Broadcast => f.write_str("to all servers"),
+            CapturedPacketDestination::LoadBalancer { owner_number } => {
                 write!(f, "to the load balancer with owner number {owner_number}")
             }
-            PacketDestination::UnknownMac(mac) => write!(f, "to {mac}, which is no server's now"),
-            PacketDestination::Server { mac, ids } => {
+            CapturedPacketDestination::UnknownMac(mac) => write!(f, "to {mac}, which is no server's now"),
+            CapturedPacketDestination::Server { mac, ids } => {
                 let candidate_ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
                 write!(f, "to server {} ({mac})", candidate_ids.join(" or "))
             }

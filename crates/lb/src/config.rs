@@ -50,12 +50,12 @@ config_struct! {
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
-        pub tls: Option<coreward_tls::CredentialFiles>,
+        pub tls: Option<coreward_tls::TlsCredentialFiles>,
         /// Times without packets after which a server is queried about a connection of a stateful service.
         pub connection_timers: ConnectionTimeouts as ConfiguredConnectionTimers =
             ConfiguredConnectionTimers { idle: None, closing: None },
         /// Announcement of VIPs by a routing daemon, once they can be served; without it the operator routes them.
-        pub announce: Option<AnnounceConfig>,
+        pub announce: Option<VipAnnouncementConfig>,
     }
 }
 
@@ -65,7 +65,7 @@ const FIRST_UNNAMED_ROUTE_TABLE: u64 = 256;
 config_struct! {
     /// The `[announce]` section.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub struct AnnounceConfig {
+    pub struct VipAnnouncementConfig {
         /// The kernel's routing table that the routing daemon learns VIPs from; no rule may use it.
         pub table: u32 as BoundedInteger<FIRST_UNNAMED_ROUTE_TABLE, { u32::MAX as u64 }> = BoundedInteger(7400),
         /// Treatment of announced VIPs when the daemon stops: "withdraw", or "keep", because the data plane continues.
@@ -130,7 +130,7 @@ mod tests {
 
     use super::*;
 
-    const MINIMAL_CONFIG: &str = r#"name = "lb1"
+    const MINIMAL_LB_CONFIG_TOML: &str = r#"name = "lb1"
 controller = "10.1.0.1:7400"
 interface = "eth0"
 pin_directory = "/sys/fs/bpf/coreward/lb1"
@@ -142,37 +142,39 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
 
     #[test]
     fn xdp_mode_defaults_to_auto() {
-        assert_eq!(parse_config(MINIMAL_CONFIG).unwrap().xdp_mode, XdpMode::Auto);
+        assert_eq!(parse_config(MINIMAL_LB_CONFIG_TOML).unwrap().xdp_mode, XdpMode::Auto);
         assert_eq!(
-            parse_config(&format!("{MINIMAL_CONFIG}xdp_mode = \"native\"\n")).unwrap().xdp_mode,
+            parse_config(&format!("{MINIMAL_LB_CONFIG_TOML}xdp_mode = \"native\"\n")).unwrap().xdp_mode,
             XdpMode::Native
         );
     }
 
     #[test]
     fn tables_and_addresses_have_defaults() {
-        let config = parse_config(MINIMAL_CONFIG).unwrap();
+        let config = parse_config(MINIMAL_LB_CONFIG_TOML).unwrap();
         assert_eq!((config.address, config.flow_table), (None, 1_048_576));
         assert_eq!(config.connection_table.entry_count(), 262_144);
         assert_eq!(config.connection_timers, ConnectionTimeouts::default());
-        let idle_timeouts =
-            parse_config(&format!("{MINIMAL_CONFIG}[connection_timers]\nidle = \"7s\"\n")).unwrap().connection_timers;
+        let idle_timeouts = parse_config(&format!("{MINIMAL_LB_CONFIG_TOML}[connection_timers]\nidle = \"7s\"\n"))
+            .unwrap()
+            .connection_timers;
         assert_eq!(idle_timeouts, ConnectionTimeouts { idle: Duration::from_secs(7), ..ConnectionTimeouts::default() });
         assert_eq!(config.vlan, None);
-        assert_eq!(parse_config(&format!("{MINIMAL_CONFIG}vlan = 20\n")).unwrap().vlan, Vlan::new(20).ok());
-        let config = parse_config(&format!("{MINIMAL_CONFIG}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();
+        assert_eq!(parse_config(&format!("{MINIMAL_LB_CONFIG_TOML}vlan = 20\n")).unwrap().vlan, Vlan::new(20).ok());
+        let config =
+            parse_config(&format!("{MINIMAL_LB_CONFIG_TOML}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();
         assert_eq!((config.address, config.flow_table), (Some(IpAddr::from([10, 2, 0, 1])), 1000));
     }
 
     #[test]
     fn announce_section_enables_vip_announcement() {
-        assert_eq!(parse_config(MINIMAL_CONFIG).unwrap().announce, None);
+        assert_eq!(parse_config(MINIMAL_LB_CONFIG_TOML).unwrap().announce, None);
         let announce_config =
-            parse_config(&format!("{MINIMAL_CONFIG}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
+            parse_config(&format!("{MINIMAL_LB_CONFIG_TOML}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
         let expected_announce =
-            AnnounceConfig { table: 7400, on_stop: VipTreatmentOnStop::Keep, drain: Duration::from_secs(5) };
+            VipAnnouncementConfig { table: 7400, on_stop: VipTreatmentOnStop::Keep, drain: Duration::from_secs(5) };
         assert_eq!(announce_config, Some(expected_announce));
-        let mistakes = parse_config(&format!("{MINIMAL_CONFIG}[announce]\ntable = 254\n")).unwrap_err();
+        let mistakes = parse_config(&format!("{MINIMAL_LB_CONFIG_TOML}[announce]\ntable = 254\n")).unwrap_err();
         assert_eq!(mistakes, "lb.toml:6:9: key `announce.table`: 254: expected a whole number from 256 to 4294967295");
     }
 
@@ -207,10 +209,14 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
             ),
         ];
         for (line, message) in cases {
-            assert_eq!(parse_config(&format!("{MINIMAL_CONFIG}{line}\n")).unwrap_err(), format!("lb.toml:{message}"));
+            assert_eq!(
+                parse_config(&format!("{MINIMAL_LB_CONFIG_TOML}{line}\n")).unwrap_err(),
+                format!("lb.toml:{message}")
+            );
         }
         let mistakes =
-            parse_config(&MINIMAL_CONFIG.replace("10.1.0.1:7400", "10.1.0.1").replace("name", "nane")).unwrap_err();
+            parse_config(&MINIMAL_LB_CONFIG_TOML.replace("10.1.0.1:7400", "10.1.0.1").replace("name", "nane"))
+                .unwrap_err();
         assert_eq!(mistakes.lines().count(), 3, "{mistakes}");
     }
 }

@@ -7,13 +7,13 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_dataplane::lb::connections::PinnedConnectionTable;
-use coreward_model::connection_table::{ClockTicks, Connection, heaviest_connections};
+use coreward_model::connection_table::{ConnectionEntry, DecisecondTicks, top_connections_by_weight};
 
 use crate::capture_command::find_service;
 
 /// Options of `coreward connections`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct ConnectionsArgs {
+pub struct ConnectionListArgs {
     /// Name of the service, or its VIP and port
     #[arg(long, value_name = "SERVICE")]
     pub service: String,
@@ -37,7 +37,7 @@ pub enum ConnectionSortKey {
 }
 
 impl ConnectionSortKey {
-    fn sort_key(self, connection: &Connection) -> u64 {
+    fn sort_key(self, connection: &ConnectionEntry) -> u64 {
         match self {
             ConnectionSortKey::Packets => connection.packet_count,
             ConnectionSortKey::Bytes => connection.byte_count,
@@ -49,24 +49,24 @@ const PIN_ROOT_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
 /// Returns a service's connections with the most packets or bytes, as text. Fails when the pin directory is ambiguous
 /// or has no load balancer, or the service is unknown.
-pub fn run_connections_command(args: &ConnectionsArgs) -> anyhow::Result<String> {
+pub fn run_connections_command(args: &ConnectionListArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),
-        None => find_pin_directory(Path::new(PIN_ROOT_DIRECTORY))?,
+        None => find_only_pin_directory(Path::new(PIN_ROOT_DIRECTORY))?,
     };
     let pinned_connections = PinnedConnectionTable::open(&directory)?;
     let service = find_service(&args.service, &pinned_connections.services_with_names())?;
     let mut connection_count = 0;
     let counted_connections = pinned_connections.connections(service).inspect(|_| connection_count += 1);
     let top_connections =
-        heaviest_connections(counted_connections, args.top, |connection| args.by.sort_key(connection));
+        top_connections_by_weight(counted_connections, args.top, |connection| args.by.sort_key(connection));
     let table_entry_count = pinned_connections.table_size().entry_count();
     let heading = format!("{service}: {connection_count} connections in a table of {table_entry_count} entries");
-    Ok(format!("{heading}\n{}", format_table(&top_connections, pinned_connections.packet_clock_ticks())))
+    Ok(format!("{heading}\n{}", format_connection_table(&top_connections, pinned_connections.packet_clock_ticks())))
 }
 
 /// Returns the only directory below `root` in which a load balancer has pinned its maps. Fails if there are several.
-fn find_pin_directory(root: &Path) -> anyhow::Result<PathBuf> {
+fn find_only_pin_directory(root: &Path) -> anyhow::Result<PathBuf> {
     let root_entries = std::fs::read_dir(root).with_context(|| format!("{}: give --pin-directory", root.display()))?;
     let has_connection_table = |directory: &PathBuf| directory.join("lb/connections").exists();
     let lb_directories: Vec<PathBuf> =
@@ -82,7 +82,7 @@ fn find_pin_directory(root: &Path) -> anyhow::Result<PathBuf> {
     }
 }
 
-fn format_table(connections: &[Connection], now: ClockTicks) -> Table {
+fn format_connection_table(connections: &[ConnectionEntry], now: DecisecondTicks) -> Table {
     let mut connection_table = Table::new();
     connection_table.load_style(presets::NOTHING);
     connection_table.set_header(["client", "server", "packets", "bytes", "age, s", "idle, s", "state"]);
@@ -107,10 +107,10 @@ fn format_seconds(time: Duration) -> String {
     format!("{:.1}", time.as_secs_f64())
 }
 
-fn connection_state_name(connection: &Connection) -> &'static str {
+fn connection_state_name(connection: &ConnectionEntry) -> &'static str {
     match connection {
-        Connection { packet_count: 0..=1, .. } => "half-open",
-        Connection { is_closing: true, .. } => "closing",
+        ConnectionEntry { packet_count: 0..=1, .. } => "half-open",
+        ConnectionEntry { is_closing: true, .. } => "closing",
         _ => "open",
     }
 }
@@ -125,18 +125,18 @@ mod tests {
     #[test]
     fn connection_is_shown_with_age_and_state() {
         let server_id = ServerId::try_from(77).unwrap();
-        let connection = Connection {
+        let connection = ConnectionEntry {
             index: ConnectionIndex::new(0, 5),
             identity: TableEntryIdentity { tag: 1, generation: 2, service_slot: 0, server: server_id },
             client: "10.1.0.7:40312".parse().unwrap(),
             packet_count: 12,
             byte_count: 3456,
-            opened_at: ClockTicks(100),
-            last_packet_at: ClockTicks(225),
+            opened_at: DecisecondTicks(100),
+            last_packet_at: DecisecondTicks(225),
             is_closing: true,
         };
-        let half_open_connection = Connection { packet_count: 1, ..connection };
-        let table_text = format_table(&[connection, half_open_connection], ClockTicks(230)).to_string();
+        let half_open_connection = ConnectionEntry { packet_count: 1, ..connection };
+        let table_text = format_connection_table(&[connection, half_open_connection], DecisecondTicks(230)).to_string();
         let table_cells: Vec<Vec<&str>> =
             table_text.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(table_cells[0], ["10.1.0.7:40312", "77", "12", "3456", "13.0", "0.5", "closing"]);
@@ -146,11 +146,11 @@ mod tests {
     #[test]
     fn pin_directory_must_be_given_unless_there_is_one_load_balancer() {
         let root = tempfile::tempdir().unwrap();
-        let pin_directory_error = |root: &Path| find_pin_directory(root).unwrap_err().to_string();
+        let pin_directory_error = |root: &Path| find_only_pin_directory(root).unwrap_err().to_string();
         assert!(pin_directory_error(root.path()).starts_with("no load balancer has pinned its maps below "));
         let pin_directories = ["lb1", "lb2"].map(|name| {
             std::fs::create_dir_all(root.path().join(name).join("lb/connections")).unwrap();
-            find_pin_directory(root.path())
+            find_only_pin_directory(root.path())
         });
         assert_eq!(pin_directories[0].as_ref().unwrap(), &root.path().join("lb1"));
         assert!(pin_directories[1].as_ref().unwrap_err().to_string().starts_with("several load balancers"));

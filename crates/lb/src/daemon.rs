@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_daemon::ControllerConnection;
-use coreward_daemon::metrics_endpoint::ScrapeReceiver;
+use coreward_daemon::metrics_endpoint::MetricsScrapeReceiver;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::pins::{self, PinDirectoryLock};
 use coreward_dataplane::routes::RouteSockets;
@@ -16,10 +16,12 @@ use coreward_dataplane::{neighbour, vlan_device};
 use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::FleetRole;
-use coreward_wire::address::address_bytes;
+use coreward_wire::address::address_to_bytes;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
-use coreward_wire::{FleetChange, FleetConfiguration, STATE_MESSAGE_INTERVAL, SocketAnswer, SocketQuery, table, v1};
+use coreward_wire::{
+    FleetConfiguration, FleetConfigurationChange, LB_STATE_MESSAGE_INTERVAL, SocketAnswer, SocketQuery, table, v1,
+};
 use prost::Message as _;
 use prost::bytes::Bytes;
 use tokio::sync::mpsc;
@@ -29,20 +31,20 @@ use tonic::Streaming;
 use tonic::transport::Channel;
 
 use crate::announce::{VipAnnouncementState, VipAnnouncer};
-use crate::config::{AnnounceConfig, LoadBalancerConfig, VipTreatmentOnStop};
-use crate::forwarder::{Forwarder, PROGRAM_LOAD_TIMEOUT, log_rejection};
+use crate::config::{LoadBalancerConfig, VipAnnouncementConfig, VipTreatmentOnStop};
+use crate::forwarder::{Forwarder, XDP_PROGRAM_LOAD_TIMEOUT, log_rejection};
 use crate::health::HealthChecks;
 use crate::last_configuration::SavedConfigurationFile;
 use crate::resolvers::{MacResolution, NeighbourResolvers};
 use crate::sweeper::ConnectionSweeper;
 
 /// Interval at which the data plane's clock is set and the next section of the connection table is swept.
-const TICK_INTERVAL: Duration = Duration::from_millis(100);
+const DATA_PLANE_TICK_INTERVAL: Duration = Duration::from_millis(100);
 /// Minimum time between two state messages. Creating one takes a millisecond if there are a thousand services.
 const MIN_STATE_MESSAGE_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of queued messages to the controller, which are states, traffic counts and socket queries.
-const MESSAGE_QUEUE_LENGTH: usize = 64;
-const RESOLVER_ENDED_ERROR: &str = "a thread that resolves MAC addresses has ended";
+const CONTROLLER_MESSAGE_QUEUE_LENGTH: usize = 64;
+const MAC_RESOLVER_ENDED_ERROR: &str = "a thread that resolves MAC addresses has ended";
 
 /// Runs the load balancer until SIGTERM or SIGINT. Pinned programs and maps stay in use. Fails when the
 /// configuration file is invalid, another daemon uses the pin directory, the interface does not exist, or the kernel
@@ -126,9 +128,9 @@ async fn serve_until_shutdown(
     mut forwarder: Forwarder,
     resolution_receiver: mpsc::UnboundedReceiver<MacResolution>,
 ) -> anyhow::Result<()> {
-    let mut tick_interval = tokio::time::interval(TICK_INTERVAL);
+    let mut tick_interval = tokio::time::interval(DATA_PLANE_TICK_INTERVAL);
     tick_interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let scrape_receiver = ScrapeReceiver::listen(config.metrics)?;
+    let scrape_receiver = MetricsScrapeReceiver::listen(config.metrics)?;
     let announcer = match &config.announce {
         Some(announce) => Some(VipAnnouncer::start(announce).await?),
         None => None,
@@ -142,7 +144,7 @@ async fn serve_until_shutdown(
         saved_configuration_file.restore_into(&mut forwarder);
     }
     let mut tasks = BackgroundTasks {
-        resolution_receiver,
+        mac_resolution_receiver: resolution_receiver,
         tick_interval,
         scrape_receiver,
         announcer,
@@ -167,16 +169,16 @@ async fn serve_until_shutdown(
 }
 
 /// Withdraws all VIPs, and waits for the drain time, in which the routers stop sending packets to this load balancer.
-async fn withdraw_vips(announce: &AnnounceConfig) -> anyhow::Result<()> {
+async fn withdraw_vips(announce: &VipAnnouncementConfig) -> anyhow::Result<()> {
     VipAnnouncer::start(announce).await?.announce_vips(&BTreeSet::new()).await?;
     tokio::time::sleep(announce.drain).await;
     Ok(())
 }
 
 struct BackgroundTasks {
-    resolution_receiver: mpsc::UnboundedReceiver<MacResolution>,
+    mac_resolution_receiver: mpsc::UnboundedReceiver<MacResolution>,
     tick_interval: Interval,
-    scrape_receiver: ScrapeReceiver,
+    scrape_receiver: MetricsScrapeReceiver,
     announcer: Option<VipAnnouncer>,
     sweeper: ConnectionSweeper,
     saved_configuration_file: SavedConfigurationFile,
@@ -193,9 +195,9 @@ impl BackgroundTasks {
 
     /// Applies `first_resolution` and all queued resolutions of MAC addresses, so that one state message reports them
     /// all. Otherwise, 10,000 servers would cause 10,000 messages.
-    fn apply_queued_resolutions(&mut self, forwarder: &mut Forwarder, first_resolution: MacResolution) {
+    fn apply_queued_mac_resolutions(&mut self, forwarder: &mut Forwarder, first_resolution: MacResolution) {
         forwarder.apply_mac_resolution(first_resolution);
-        while let Ok(resolution) = self.resolution_receiver.try_recv() {
+        while let Ok(resolution) = self.mac_resolution_receiver.try_recv() {
             forwarder.apply_mac_resolution(resolution);
         }
     }
@@ -208,7 +210,7 @@ impl BackgroundTasks {
         let Some(mut state) = forwarder.vip_announcement_state() else { return Ok(()) };
         if !announcer.is_interface_up(interface).await? {
             state = VipAnnouncementState {
-                blocked_reasons: vec![format!("no VIP is announced: {interface} is down")],
+                obstacles: vec![format!("no VIP is announced: {interface} is down")],
                 ..VipAnnouncementState::default()
             };
         }
@@ -219,9 +221,9 @@ impl BackgroundTasks {
                 error = format!("{error:#}"),
                 "the load balancer cannot change the routes that announce its VIPs and retries every second"
             );
-            state.blocked_reasons.push(format!("{error:#}"));
+            state.obstacles.push(format!("{error:#}"));
         }
-        forwarder.set_announced_vips(announcer.announced_vip_count(), state.blocked_reasons);
+        forwarder.record_vip_announcement(announcer.announced_vip_count(), state.obstacles);
         Ok(())
     }
 
@@ -249,8 +251,8 @@ impl BackgroundTasks {
         loop {
             tokio::select! {
                 outcome = &mut future => return Ok(outcome),
-                resolution = self.resolution_receiver.recv() => {
-                    forwarder.apply_mac_resolution(resolution.context(RESOLVER_ENDED_ERROR)?)
+                resolution = self.mac_resolution_receiver.recv() => {
+                    forwarder.apply_mac_resolution(resolution.context(MAC_RESOLVER_ENDED_ERROR)?)
                 }
                 // Without a controller, the queries are dropped. They time out, so their agents count as absent.
                 _ = self.tick_interval.tick() => drop(self.tick(forwarder, usize::MAX)?),
@@ -291,8 +293,8 @@ async fn run_controller_session(
                 connection.record_controller_message();
                 stream.process_update(update, forwarder, &mut tasks.sweeper)?;
             }
-            resolution = tasks.resolution_receiver.recv() => {
-                tasks.apply_queued_resolutions(forwarder, resolution.context(RESOLVER_ENDED_ERROR)?);
+            resolution = tasks.mac_resolution_receiver.recv() => {
+                tasks.apply_queued_mac_resolutions(forwarder, resolution.context(MAC_RESOLVER_ENDED_ERROR)?);
                 stream.is_state_due = true;
             }
             () = tokio::time::sleep_until(stream.next_state_message_at), if stream.is_state_due => {}
@@ -325,7 +327,7 @@ struct ControllerStream {
     state_timer: Interval,
     traffic_timer: Interval,
     /// Number of installed tables and confirmed configuration generation, as in the last state message.
-    last_reported_state: (usize, u64),
+    last_table_count_and_generation: (usize, u64),
     /// Whether a state message is due: each second, and at once when a service got its first table, a server's MAC
     /// address was found or lost, or another configuration was applied.
     is_state_due: bool,
@@ -343,7 +345,7 @@ impl ControllerStream {
     ) -> anyhow::Result<Self> {
         let grpc_channel = tasks.run_tasks_until_ready(forwarder, connection, connection.connect()).await??;
         let mut client = ControlClient::new(grpc_channel).max_decoding_message_size(64 << 20);
-        let (message_sender, message_receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
+        let (message_sender, message_receiver) = mpsc::channel(CONTROLLER_MESSAGE_QUEUE_LENGTH);
         message_sender
             .send(to_load_balancer_message(Message::Registration(build_registration_message(
                 config,
@@ -359,14 +361,14 @@ impl ControllerStream {
             "the load balancer has opened its stream to the controller"
         );
         forwarder.begin_controller_stream();
-        let mut state_timer = tokio::time::interval(STATE_MESSAGE_INTERVAL);
+        let mut state_timer = tokio::time::interval(LB_STATE_MESSAGE_INTERVAL);
         state_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Ok(Self {
             message_sender,
             updates,
             state_timer,
             traffic_timer: interval_skipping_missed_ticks(forwarder.traffic_report_interval()),
-            last_reported_state: (0, 0),
+            last_table_count_and_generation: (0, 0),
             is_state_due: false,
             next_state_message_at: tokio::time::Instant::now(),
             _client: client,
@@ -398,8 +400,8 @@ impl ControllerStream {
         if self.traffic_timer.period() != forwarder.traffic_report_interval() {
             self.traffic_timer = interval_skipping_missed_ticks(forwarder.traffic_report_interval());
         }
-        self.is_state_due |=
-            self.last_reported_state != (forwarder.installed_table_count(), forwarder.confirmed_generation());
+        self.is_state_due |= self.last_table_count_and_generation
+            != (forwarder.installed_table_count(), forwarder.confirmed_generation());
         Ok(())
     }
 
@@ -411,13 +413,13 @@ impl ControllerStream {
     }
 
     fn send_health_message(&self, forwarder: &mut Forwarder) {
-        if let Some(health_message) = forwarder.next_health_message() {
+        if let Some(health_message) = forwarder.take_due_health_message() {
             self.try_send(Message::Health((&health_message).into()));
         }
     }
 
     fn send_state_message(&mut self, forwarder: &Forwarder, daemon_state: impl FnOnce() -> v1::LoadBalancerState) {
-        self.last_reported_state = (forwarder.installed_table_count(), forwarder.confirmed_generation());
+        self.last_table_count_and_generation = (forwarder.installed_table_count(), forwarder.confirmed_generation());
         self.is_state_due = false;
         self.next_state_message_at = tokio::time::Instant::now() + MIN_STATE_MESSAGE_INTERVAL;
         // The message may be lost, because the next one replaces it.
@@ -443,7 +445,7 @@ fn build_registration_message(config: &LoadBalancerConfig, applied_generation: u
     v1::LoadBalancerRegistration {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        address: own_address.map(address_bytes).unwrap_or_default(),
+        address: own_address.map(address_to_bytes).unwrap_or_default(),
         configuration_generation: applied_generation,
     }
 }
@@ -463,21 +465,21 @@ fn apply_dataplane_update(
     match update.update {
         Some(Update::Configuration(configuration)) => match FleetConfiguration::decode(configuration) {
             Ok((number, configuration, rejected)) => {
-                coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+                coreward_daemon::run_with_raised_watchdog_limit(XDP_PROGRAM_LOAD_TIMEOUT, || {
                     forwarder.apply_and_report_configuration(number, configuration, &rejected);
                 });
             }
             Err(error) => forwarder.reject_configuration(0, &error.into()),
         },
-        Some(Update::Change(change)) => match FleetChange::decode(change) {
-            Ok((change, rejected)) => coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+        Some(Update::Change(change)) => match FleetConfigurationChange::decode(change) {
+            Ok((change, rejected)) => coreward_daemon::run_with_raised_watchdog_limit(XDP_PROGRAM_LOAD_TIMEOUT, || {
                 forwarder.apply_and_report_change(change, &rejected);
             }),
             Err(error) => forwarder.reject_configuration(0, &error.into()),
         },
         Some(Update::Table(bytes)) => {
-            let table_in_force = install_table(forwarder, bytes)?;
-            forwarder.record_install_latency(started_at.elapsed());
+            let table_in_force = install_and_acknowledge_table(forwarder, bytes)?;
+            forwarder.record_table_install_latency(started_at.elapsed());
             return Some(table_in_force);
         }
         Some(Update::SocketAnswer(answer)) => free_closed_connections(forwarder, sweeper, answer),
@@ -501,11 +503,11 @@ fn free_closed_connections(forwarder: &mut Forwarder, sweeper: &mut ConnectionSw
 
 /// Installs a placement table and returns its acknowledgement. If the table is unusable, reports this and returns
 /// `None`.
-fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
+fn install_and_acknowledge_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
     let install_result = match table::decode_table(bytes.clone()) {
         Ok((service, table)) => {
             let install_result = forwarder.install_table(service, &table);
-            forwarder.record_table_outcome(service.get().into(), table.generation, &install_result);
+            forwarder.record_table_install_result(service.get().into(), table.generation, &install_result);
             install_result
                 .map(|()| v1::TableInForce { service_index: service.get().into(), generation: table.generation })
         }
@@ -513,7 +515,11 @@ fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInF
             // Even a table that cannot be used usually names its service, which is needed for the report.
             let table_message = v1::PlacementTable::decode(bytes).unwrap_or_default();
             let decode_result = Err::<(), anyhow::Error>(error.into());
-            forwarder.record_table_outcome(table_message.service_index, table_message.generation, &decode_result);
+            forwarder.record_table_install_result(
+                table_message.service_index,
+                table_message.generation,
+                &decode_result,
+            );
             decode_result.map(|()| v1::TableInForce::default())
         }
     };

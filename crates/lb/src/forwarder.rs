@@ -18,20 +18,20 @@ use coreward_dataplane::lb::{self, COUNTER_NAMES, EVENT_NAMES, LoadBalancer, Pac
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::routes::RouteSockets;
 use coreward_metrics::latency::LatencyHistogram;
-use coreward_model::connection_table::{Connection, ConnectionTimeouts};
-use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
-use coreward_model::health::WhenAllDown;
-use coreward_model::placement::{DEFAULT_TABLE_LIFETIME, PlacementTable};
+use coreward_model::connection_table::{ConnectionEntry, ConnectionTimeouts};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper};
+use coreward_model::health::AllServersDownTreatment;
+use coreward_model::placement::{DEFAULT_PLACEMENT_TABLE_LIFETIME, PlacementTable};
 use coreward_model::policy::TelemetryLevel;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
-use coreward_wire::{HealthMessage, PeerLoadBalancer, Service, ServiceIndex, TrafficCountsMessage, v1};
+use coreward_wire::{HealthCheckResultsMessage, PeerLoadBalancer, Service, ServiceIndex, TrafficCountsMessage, v1};
 
 use crate::announce::VipAnnouncementState;
 use crate::health::{HealthCheckTarget, HealthChecks};
 use crate::resolvers::{MacResolution, Neighbour, NeighbourResolvers};
 use crate::routing;
-use configuration::ConfigurationState;
+use configuration::FleetConfigurationState;
 use next_hops::ServerNextHops;
 use rejections::RejectedUpdates;
 pub use rejections::log_rejection;
@@ -39,18 +39,18 @@ use symptoms::PacketLossSymptoms;
 use table_ages::PlacementTableAges;
 
 /// Interval between traffic messages until the first configuration sets it.
-const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
+const DEFAULT_TRAFFIC_MESSAGE_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of calls to [`Forwarder::sweep_connections`] that together sweep the whole connection table, which takes one
 /// second.
-const SWEEP_CALLS_PER_TABLE: u32 = 10;
+const SWEEP_CALLS_PER_CONNECTION_TABLE: u32 = 10;
 /// Maximum number of table entries (64 bytes each) that one call of [`Forwarder::sweep_connections`] sweeps. Four
 /// million entries thus take three seconds.
-const MAX_SWEPT_ENTRIES_PER_CALL: u32 = 131_072;
+const MAX_ENTRIES_PER_SWEEP_CALL: u32 = 131_072;
 /// Time after which an upgrade proceeds although some servers have not answered ARP.
 const UPGRADE_ARP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time for a configuration change that loads another XDP program. On a busy, emulated machine, loading takes
 /// 10 s.
-pub const PROGRAM_LOAD_TIMEOUT: Duration = Duration::from_secs(60);
+pub const XDP_PROGRAM_LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval between counts of open connections. Each count reads the whole connection table.
 const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -67,14 +67,14 @@ pub struct Forwarder {
     services_by_index: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     own_name: String,
     /// All load balancers of the fleet, including this one.
-    load_balancers: Vec<PeerLoadBalancer>,
+    fleet_load_balancers: Vec<PeerLoadBalancer>,
     traffic_report_interval: Duration,
     /// Time for which a table that depends on loads stays in use while no controller is connected.
     load_based_table_lifetime: Duration,
     table_ages: PlacementTableAges,
     connection_timeouts: ConnectionTimeouts,
     last_connection_count_at: Duration,
-    configuration: ConfigurationState,
+    configuration: FleetConfigurationState,
     interface_name: String,
     /// VLAN in which the VIPs and the load balancers are.
     vip_vlan: Vlan,
@@ -99,7 +99,7 @@ struct AnnouncedVips {
     /// Number of announced VIPs, or `None` if the daemon runs without an announcer.
     vip_count: Option<usize>,
     /// Reasons why configured VIPs are not announced.
-    blocked_reasons: Vec<String>,
+    obstacles: Vec<String>,
 }
 
 impl Forwarder {
@@ -121,13 +121,13 @@ impl Forwarder {
             servers_by_neighbour: HashMap::new(),
             services_by_index: BTreeMap::new(),
             own_name,
-            load_balancers: Vec::new(),
-            traffic_report_interval: DEFAULT_REPORT_INTERVAL,
-            load_based_table_lifetime: DEFAULT_TABLE_LIFETIME,
+            fleet_load_balancers: Vec::new(),
+            traffic_report_interval: DEFAULT_TRAFFIC_MESSAGE_INTERVAL,
+            load_based_table_lifetime: DEFAULT_PLACEMENT_TABLE_LIFETIME,
             table_ages: PlacementTableAges::new(monotonic_time()),
             connection_timeouts,
             last_connection_count_at: monotonic_time(),
-            configuration: ConfigurationState::new(),
+            configuration: FleetConfigurationState::new(),
             interface_name,
             vip_vlan,
             vlan_device_problems: BTreeSet::new(),
@@ -152,8 +152,8 @@ impl Forwarder {
         self.health_checks.begin_controller_stream();
     }
 
-    pub fn next_health_message(&mut self) -> Option<HealthMessage> {
-        self.health_checks.next_health_message()
+    pub fn take_due_health_message(&mut self) -> Option<HealthCheckResultsMessage> {
+        self.health_checks.take_due_health_message()
     }
 
     pub fn applied_generation(&self) -> u64 {
@@ -177,7 +177,7 @@ impl Forwarder {
         let is_affected_peer = |peer: &&PeerLoadBalancer| {
             peer.address == Some(address) && vlan == self.vip_vlan && peer.name != self.own_name
         };
-        for peer in self.load_balancers.iter().filter(is_affected_peer) {
+        for peer in self.fleet_load_balancers.iter().filter(is_affected_peer) {
             match resolution.mac {
                 Some(mac) => {
                     tracing::info!(
@@ -206,10 +206,10 @@ impl Forwarder {
     pub fn tick(&mut self) {
         self.load_balancer.tick_packet_clock(monotonic_time());
         self.load_balancer.update_source_prefix_limit();
-        if self.next_hops.kernel_routes.have_routes_changed() {
+        if self.next_hops.route_sockets.have_routes_changed() {
             self.refresh_next_hops();
         }
-        if let Some(down_targets) = self.health_checks.servers_down_if_changed() {
+        if let Some(down_targets) = self.health_checks.take_changed_down_servers() {
             let previous_down_targets = std::mem::replace(&mut self.down_targets, down_targets);
             let affected_services: BTreeSet<ServiceIndex> =
                 previous_down_targets.symmetric_difference(&self.down_targets).map(|(service, _)| *service).collect();
@@ -227,7 +227,7 @@ impl Forwarder {
         let is_server_down = |server: &&coreward_wire::Server| self.down_targets.contains(&(index, server.id));
         let (down_servers, up_servers): (Vec<_>, Vec<_>) =
             service.servers.iter().filter(|server| server.is_eligible).partition(is_server_down);
-        let fails_open = up_servers.is_empty() && service.when_all_down == WhenAllDown::FailOpen;
+        let fails_open = up_servers.is_empty() && service.when_all_down == AllServersDownTreatment::FailOpen;
         let masked_targets: BTreeSet<HealthCheckTarget> =
             if fails_open { BTreeSet::new() } else { down_servers.iter().map(|server| (index, server.id)).collect() };
         for server in &service.servers {
@@ -260,9 +260,10 @@ impl Forwarder {
 
     /// Sweeps the next section of the connection table. Frees entries whose server need not be queried, and returns
     /// those that may be freed if their server has no socket. Fails when waiting for an RCU grace period fails.
-    pub fn sweep_connections(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
+    pub fn sweep_connections(&mut self) -> anyhow::Result<Vec<(ConnectionEntry, ServiceAddress)>> {
         // Until the first configuration, the table may have entries of an earlier daemon's services.
-        let is_stateful_service = |(service, _): &(Service, _)| service.mode.consistency == ConsistencyMode::Stateful;
+        let is_stateful_service =
+            |(service, _): &(Service, _)| service.settings.consistency == ConsistencyMode::Stateful;
         if self.configuration.first_applied_at.is_some() && !self.services_by_index.values().any(is_stateful_service) {
             return Ok(Vec::new());
         }
@@ -270,16 +271,16 @@ impl Forwarder {
             .load_balancer
             .connection_table_size()
             .entry_count()
-            .div_ceil(SWEEP_CALLS_PER_TABLE)
-            .min(MAX_SWEPT_ENTRIES_PER_CALL);
+            .div_ceil(SWEEP_CALLS_PER_CONNECTION_TABLE)
+            .min(MAX_ENTRIES_PER_SWEEP_CALL);
         let expired_connections =
             self.load_balancer.scan_expired_connections(&self.connection_timeouts, entries_per_call);
         let (connections_to_query, connections_to_free): (Vec<_>, Vec<_>) =
-            expired_connections.into_iter().partition(|(_, expiry_reason)| expiry_reason.needs_server_query());
+            expired_connections.into_iter().partition(|(_, expiry_reason)| expiry_reason.must_query_server());
         self.free_connections(&connections_to_free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
         let service_addresses: BTreeMap<u16, ServiceAddress> =
             self.services_by_index.values().map(|(service, index)| (index.as_u16(), service.address)).collect();
-        let with_service_address = |(connection, _): (Connection, _)| {
+        let with_service_address = |(connection, _): (ConnectionEntry, _)| {
             service_addresses.get(&connection.identity.service_slot).map(|service| (connection, *service))
         };
         Ok(connections_to_query.into_iter().filter_map(with_service_address).collect())
@@ -287,7 +288,7 @@ impl Forwarder {
 
     /// Frees the table entries of those connections that have not changed since the sweep. Fails when waiting for an
     /// RCU grace period fails.
-    pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
+    pub fn free_connections(&mut self, connections: &[ConnectionEntry]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.load_balancer.free_connections(connections)? };
         tracing::debug!(
             event = "connections-freed",
@@ -369,8 +370,8 @@ impl Forwarder {
             );
         };
         let lb_service_index = *index;
-        if self.load_balancer.differs_in_placement_rule(lb_service_index, table) {
-            coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+        if self.load_balancer.table_changes_placement_rule(lb_service_index, table) {
+            coreward_daemon::run_with_raised_watchdog_limit(XDP_PROGRAM_LOAD_TIMEOUT, || {
                 self.load_balancer.install_table(lb_service_index, table)
             })?;
         } else {
@@ -431,11 +432,14 @@ impl Forwarder {
     fn routing_problems(&self) -> Vec<String> {
         let lb_stamped_services = self.services_by_index.values().map(|(service, _)| service);
         let mut lb_stamped_services =
-            lb_stamped_services.filter(|service| service.mode.timestamps == TimestampOrigin::LoadBalancer);
+            lb_stamped_services.filter(|service| service.settings.timestamps == CookieStamper::LoadBalancer);
         let mut problems = Vec::new();
         if lb_stamped_services.clone().any(|service| service.address.vip_and_port.is_ipv4()) {
-            problems =
-                self.device_of_each_vlan().values().flat_map(|device| routing::ipv4_routing_problems(device)).collect();
+            problems = self
+                .device_names_by_vlan()
+                .values()
+                .flat_map(|device| routing::ipv4_routing_problems(device))
+                .collect();
         }
         if lb_stamped_services.any(|service| service.address.vip_and_port.is_ipv6()) {
             problems.extend(routing::ipv6_routing_problem());
@@ -445,7 +449,7 @@ impl Forwarder {
 
     fn machine_problems(&self) -> Vec<String> {
         let mut problems = self.routing_problems();
-        problems.extend(self.announced_vips.blocked_reasons.iter().cloned());
+        problems.extend(self.announced_vips.obstacles.iter().cloned());
         problems.extend(self.health_checks.nat_setup_problem().map(str::to_owned));
         problems.extend(self.symptoms.symptom_descriptions().cloned());
         problems.extend(self.encapsulation_warnings());
@@ -494,10 +498,7 @@ impl Forwarder {
         });
         if xdp_program_id.is_none() {
             let no_program_reason = vec![format!("no VIP is announced: no XDP program is at {}", self.interface_name)];
-            return Some(VipAnnouncementState {
-                blocked_reasons: no_program_reason,
-                ..VipAnnouncementState::default()
-            });
+            return Some(VipAnnouncementState { obstacles: no_program_reason, ..VipAnnouncementState::default() });
         }
         let mut announce_state = VipAnnouncementState::default();
         let mut reasons_by_vip = BTreeMap::new();
@@ -513,15 +514,15 @@ impl Forwarder {
         }
         let reasons_of_blocked_vips =
             reasons_by_vip.into_iter().filter(|(vip, _)| !announce_state.announceable_vips.contains(vip));
-        announce_state.blocked_reasons =
+        announce_state.obstacles =
             reasons_of_blocked_vips.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
         Some(announce_state)
     }
 
     /// Stores the number of announced VIPs, and the reasons why other VIPs are not announced, for reports to the
     /// controller.
-    pub fn set_announced_vips(&mut self, announced_count: usize, blocked_reasons: Vec<String>) {
-        (self.announced_vips.vip_count, self.announced_vips.blocked_reasons) = (Some(announced_count), blocked_reasons);
+    pub fn record_vip_announcement(&mut self, announced_count: usize, blocked_reasons: Vec<String>) {
+        (self.announced_vips.vip_count, self.announced_vips.obstacles) = (Some(announced_count), blocked_reasons);
     }
 
     fn unresolved_server_names(&self) -> BTreeSet<String> {
@@ -545,7 +546,7 @@ impl Forwarder {
             peer.name != self.own_name && peer.owner_number.is_some() && self.peer_mac(peer).is_none()
         };
         let unresolved_load_balancers =
-            self.load_balancers.iter().filter(is_unresolved_peer).map(|peer| peer.name.clone()).collect();
+            self.fleet_load_balancers.iter().filter(is_unresolved_peer).map(|peer| peer.name.clone()).collect();
         let xdp_mode_name = match self.attached_xdp_mode {
             lb::AttachedXdpMode::Native => "native",
             lb::AttachedXdpMode::Generic => "generic",

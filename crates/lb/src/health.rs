@@ -4,18 +4,18 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_dataplane::health_check_nat::{self, NatConnection, NatPrograms};
-use coreward_health::checker::{self, HealthChecker, MAX_CONCURRENT_CHECKS};
-use coreward_health::path::{NatPath, NatTable};
+use coreward_dataplane::health_check_nat::{self, HealthCheckNatPrograms, NatConnection};
+use coreward_health::checker::{self, HealthChecker, MAX_CONCURRENT_HEALTH_CHECKS};
+use coreward_health::path::{HealthCheckNatPath, NatTable};
 use coreward_model::ServerId;
 use coreward_model::health::{HealthVerdict, ProbeAddress};
-use coreward_wire::{HealthMessage, ServerCheckResult, Service, ServiceIndex};
+use coreward_wire::{HealthCheckResultsMessage, ServerCheckResult, Service, ServiceIndex};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 const HEALTH_MESSAGE_INTERVAL: Duration = Duration::from_secs(2);
 
-const _: () = assert!(MAX_CONCURRENT_CHECKS <= health_check_nat::MAX_NAT_CONNECTIONS);
+const _: () = assert!(MAX_CONCURRENT_HEALTH_CHECKS <= health_check_nat::MAX_NAT_CONNECTIONS);
 
 pub type HealthCheckTarget = (ServiceIndex, ServerId);
 
@@ -23,31 +23,31 @@ pub type HealthCheckTarget = (ServiceIndex, ServerId);
 pub struct HealthChecks {
     checker: HealthChecker<HealthCheckTarget>,
     verdict_changes_for_messages: watch::Receiver<u64>,
-    /// Receiver of verdict changes for [`HealthChecks::servers_down_if_changed`].
+    /// Receiver of verdict changes for [`HealthChecks::take_changed_down_servers`].
     verdict_changes_for_masks: watch::Receiver<u64>,
     /// Time of the last health message on the controller stream, or `None` if none was sent.
     last_message_at: Option<Instant>,
     interface_name: String,
     /// NAT programs for checks at the VIP. They are loaded for the first of these checks, and then kept because a check
     /// may be in progress.
-    nat_programs: Option<NatPrograms>,
+    nat_programs: Option<HealthCheckNatPrograms>,
     /// Reason why checks at the VIP are impossible, or `None` if they are possible.
     nat_setup_problem: Option<String>,
 }
 
 struct HealthCheckNat(Arc<health_check_nat::NatTable>);
 
-fn to_nat_connection(path: &NatPath) -> NatConnection {
-    let NatPath { server, vip, server_port: port, source_port: own_port } = *path;
+fn to_nat_connection(path: &HealthCheckNatPath) -> NatConnection {
+    let HealthCheckNatPath { server_address: server, vip, server_port: port, source_port: own_port } = *path;
     NatConnection { server_address: server, vip, server_port: port, source_port: own_port }
 }
 
 impl NatTable for HealthCheckNat {
-    fn add_entry(&self, path: &NatPath) -> anyhow::Result<()> {
+    fn add_entry(&self, path: &HealthCheckNatPath) -> anyhow::Result<()> {
         self.0.add_connection(&to_nat_connection(path))
     }
 
-    fn remove_entry(&self, path: &NatPath) {
+    fn remove_entry(&self, path: &HealthCheckNatPath) {
         self.0.remove_connection(&to_nat_connection(path));
     }
 }
@@ -85,7 +85,7 @@ impl HealthChecks {
         if self.nat_programs.is_some() {
             return;
         }
-        match NatPrograms::attach(&self.interface_name) {
+        match HealthCheckNatPrograms::attach(&self.interface_name) {
             Ok(nat_programs) => (self.nat_programs, self.nat_setup_problem) = (Some(nat_programs), None),
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
@@ -117,7 +117,7 @@ impl HealthChecks {
         Some(checker::CheckedService {
             health_check,
             vip: service.address.vip_and_port,
-            servers_by_key: servers_by_target,
+            server_addresses_by_key: servers_by_target,
             nat_table,
         })
     }
@@ -128,7 +128,7 @@ impl HealthChecks {
 
     /// Returns the next message to the controller if it is due: immediately after a verdict change, and otherwise every
     /// two seconds.
-    pub fn next_health_message(&mut self) -> Option<HealthMessage> {
+    pub fn take_due_health_message(&mut self) -> Option<HealthCheckResultsMessage> {
         let has_changed = self.verdict_changes_for_messages.has_changed().unwrap_or(false);
         if !has_changed && self.last_message_at.is_some_and(|sent_at| sent_at.elapsed() < HEALTH_MESSAGE_INTERVAL) {
             return None;
@@ -137,12 +137,13 @@ impl HealthChecks {
         self.last_message_at = Some(Instant::now());
         let checked_servers: Vec<_> = self.checked_server_results().collect();
         // A message without servers is sent once, when the last check has ended.
-        (has_changed || !checked_servers.is_empty()).then_some(HealthMessage { check_results: checked_servers })
+        (has_changed || !checked_servers.is_empty())
+            .then_some(HealthCheckResultsMessage { check_results: checked_servers })
     }
 
     /// Returns the servers that this load balancer's checks found down, or `None` if no verdict has changed since the
     /// last call.
-    pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<HealthCheckTarget>> {
+    pub fn take_changed_down_servers(&mut self) -> Option<BTreeSet<HealthCheckTarget>> {
         if !self.verdict_changes_for_masks.has_changed().unwrap_or(false) {
             return None;
         }
@@ -159,7 +160,7 @@ impl HealthChecks {
         self.checker.check_results().into_iter().map(|((service, server), check_result)| {
             let server_result = ServerCheckResult {
                 verdict: check_result.verdict(),
-                verdict_duration: check_result.verdict_since.elapsed(),
+                verdict_age: check_result.verdict_since.elapsed(),
                 error: check_result.last_error,
                 latency: check_result.last_latency,
                 completed_check_count: check_result.check_count,

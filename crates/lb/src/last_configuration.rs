@@ -129,7 +129,7 @@ mod tests {
     fn fleet_configuration() -> FleetConfiguration {
         FleetConfiguration {
             generation: 7,
-            keys: FleetCookieKeys {
+            cookie_keys: FleetCookieKeys {
                 keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
                 current_key_index: CookieKeyIndex::First,
             },
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn error_names_the_damaged_file() {
+    fn configuration_error_names_the_damaged_file() {
         let directory = tempfile::tempdir().unwrap();
         let saved_file = SavedConfigurationFile::new(directory.path(), "lb1");
         fs::write(&saved_file.file_path, "not a configuration").unwrap();

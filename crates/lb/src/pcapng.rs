@@ -3,9 +3,9 @@
 use std::io::{self, Write};
 use std::time::Duration;
 
-const SECTION_HEADER_BLOCK: u32 = 0x0a0d_0d0a;
-const INTERFACE_DESCRIPTION_BLOCK: u32 = 1;
-const ENHANCED_PACKET_BLOCK: u32 = 6;
+const SECTION_HEADER_BLOCK_TYPE: u32 = 0x0a0d_0d0a;
+const INTERFACE_DESCRIPTION_BLOCK_TYPE: u32 = 1;
+const ENHANCED_PACKET_BLOCK_TYPE: u32 = 6;
 
 const BYTE_ORDER_MAGIC: u32 = 0x1a2b_3c4d;
 const LINKTYPE_ETHERNET: u16 = 1;
@@ -24,12 +24,12 @@ impl<W: Write> PcapngWriter<W> {
         let mut section_header = BYTE_ORDER_MAGIC.to_le_bytes().to_vec();
         section_header.extend([1, 0, 0, 0]); // version 1.0
         section_header.extend(u64::MAX.to_le_bytes()); // section length: not given
-        writer.write_block(SECTION_HEADER_BLOCK, &section_header)?;
+        writer.write_block(SECTION_HEADER_BLOCK_TYPE, &section_header)?;
         let mut interface_description = LINKTYPE_ETHERNET.to_le_bytes().to_vec();
         interface_description.extend([0; 6]); // reserved, and no limit of the packets' length
         push_option(&mut interface_description, IF_TSRESOL, &[9]); // 10^-9 s
         push_option(&mut interface_description, OPT_ENDOFOPT, &[]);
-        writer.write_block(INTERFACE_DESCRIPTION_BLOCK, &interface_description)?;
+        writer.write_block(INTERFACE_DESCRIPTION_BLOCK_TYPE, &interface_description)?;
         Ok(writer)
     }
 
@@ -50,7 +50,7 @@ impl<W: Write> PcapngWriter<W> {
             push_option(&mut packet, OPT_COMMENT, comment.as_bytes());
             push_option(&mut packet, OPT_ENDOFOPT, &[]);
         }
-        self.write_block(ENHANCED_PACKET_BLOCK, &packet)
+        self.write_block(ENHANCED_PACKET_BLOCK_TYPE, &packet)
     }
 
     pub(crate) fn flush(&mut self) -> io::Result<()> {

@@ -9,12 +9,12 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use coreward_model::connection_table::{Connection, ConnectionIndex, ConnectionTimeouts};
+use coreward_model::connection_table::{ConnectionEntry, ConnectionIndex, ConnectionTimeouts};
 use coreward_model::{ServerId, ServiceAddress};
-use coreward_wire::sockets::MAX_CLIENTS_PER_QUERY;
+use coreward_wire::sockets::MAX_CLIENTS_PER_SOCKET_QUERY;
 use coreward_wire::{SocketAnswer, SocketQuery};
 
-const MAX_OPEN_QUERIES: usize = 64;
+const MAX_OPEN_SOCKET_QUERIES: usize = 64;
 /// Maximum number of open queries to one server. A second query waits at the server while it answers the first.
 const MAX_OPEN_QUERIES_PER_SERVER: usize = 2;
 /// Time after which an open query without an answer counts as lost.
@@ -27,30 +27,30 @@ const ABSENT_AGENT_QUERY_INTERVAL: Duration = Duration::from_secs(5);
 /// the agent or the controller.
 const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
 /// Interval at which outdated state is removed from the sweeper.
-const EXPIRED_STATE_PRUNE_INTERVAL: Duration = Duration::from_secs(10);
+const SWEEPER_STATE_PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Server and service whose connections share a queue. A query is about one service and goes to one server's agent.
-type QueryQueueKey = (ServerId, ServiceAddress);
+type SocketQueryQueueKey = (ServerId, ServiceAddress);
 
 /// Sweeper of the connection table. It holds the connections that wait for a query, and the open queries to agents.
 #[derive(Debug)]
 pub struct ConnectionSweeper {
     requery_interval: Duration,
     last_query_number: u64,
-    queued_connections: BTreeMap<QueryQueueKey, Vec<Connection>>,
+    queued_connections: BTreeMap<SocketQueryQueueKey, Vec<ConnectionEntry>>,
     open_queries: BTreeMap<u64, OpenSocketQuery>,
     open_query_counts: HashMap<ServerId, usize>,
     /// Time from which each connection (by table index) may be queued again.
     earliest_requery_times: HashMap<ConnectionIndex, Duration>,
     absent_agents: HashMap<ServerId, AbsentAgent>,
-    last_queried_queue: Option<QueryQueueKey>,
+    last_queried_queue: Option<SocketQueryQueueKey>,
     last_pruned_at: Duration,
 }
 
 #[derive(Debug)]
 struct OpenSocketQuery {
     server_id: ServerId,
-    connections: Vec<Connection>,
+    connections: Vec<ConnectionEntry>,
     expires_at: Duration,
 }
 
@@ -79,9 +79,9 @@ impl ConnectionSweeper {
     /// their agent has been absent for too long.
     pub fn queue_expired_connections(
         &mut self,
-        expired_connections: &[(Connection, ServiceAddress)],
+        expired_connections: &[(ConnectionEntry, ServiceAddress)],
         now: Duration,
-    ) -> Vec<Connection> {
+    ) -> Vec<ConnectionEntry> {
         let mut connections_to_free = Vec::new();
         for (connection, service) in expired_connections {
             if self.earliest_requery_times.get(&connection.index).is_some_and(|requery_at| *requery_at > now) {
@@ -118,8 +118,9 @@ impl ConnectionSweeper {
 
     pub fn next_socket_queries(&mut self, now: Duration, max_queries: usize) -> Vec<SocketQuery> {
         self.remove_timed_out_queries(now);
-        self.prune_expired_state(now);
-        let max_queries = max_queries.min(MAX_OPEN_QUERIES - self.open_queries.len().min(MAX_OPEN_QUERIES));
+        self.prune_expired_requery_times(now);
+        let max_queries =
+            max_queries.min(MAX_OPEN_SOCKET_QUERIES - self.open_queries.len().min(MAX_OPEN_SOCKET_QUERIES));
         let mut socket_queries = Vec::new();
         for queue in self.rotated_queue_keys() {
             if socket_queries.len() == max_queries {
@@ -134,7 +135,7 @@ impl ConnectionSweeper {
     }
 
     /// Returns the keys of all queues, starting after the queue that was queried last.
-    fn rotated_queue_keys(&self) -> Vec<QueryQueueKey> {
+    fn rotated_queue_keys(&self) -> Vec<SocketQueryQueueKey> {
         let queue_keys = self.queued_connections.keys().copied();
         let Some(cursor) = self.last_queried_queue else { return queue_keys.collect() };
         let (queues_up_to_cursor, queues_after_cursor): (Vec<_>, Vec<_>) =
@@ -142,10 +143,10 @@ impl ConnectionSweeper {
         queues_after_cursor.into_iter().chain(queues_up_to_cursor).collect()
     }
 
-    fn next_query_of_queue(&mut self, queue: QueryQueueKey, now: Duration) -> Option<SocketQuery> {
+    fn next_query_of_queue(&mut self, queue: SocketQueryQueueKey, now: Duration) -> Option<SocketQuery> {
         let queued_connections = self.queued_connections.get_mut(&queue)?;
-        let connections: Vec<Connection> =
-            queued_connections.drain(..queued_connections.len().min(MAX_CLIENTS_PER_QUERY)).collect();
+        let connections: Vec<ConnectionEntry> =
+            queued_connections.drain(..queued_connections.len().min(MAX_CLIENTS_PER_SOCKET_QUERY)).collect();
         if queued_connections.is_empty() {
             self.queued_connections.remove(&queue);
         }
@@ -166,7 +167,7 @@ impl ConnectionSweeper {
         })
     }
 
-    pub fn handle_socket_answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
+    pub fn handle_socket_answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<ConnectionEntry> {
         let Some(closed_query) = self.close_query(answer.query_number) else { return Vec::new() };
         if answer.is_agent_absent() {
             return self.mark_agent_absent(closed_query, now);
@@ -201,7 +202,7 @@ impl ConnectionSweeper {
 
     /// Records that an agent is absent. Returns the query's connections if the absence is so long
     /// that they may be freed.
-    fn mark_agent_absent(&mut self, closed_query: OpenSocketQuery, now: Duration) -> Vec<Connection> {
+    fn mark_agent_absent(&mut self, closed_query: OpenSocketQuery, now: Duration) -> Vec<ConnectionEntry> {
         self.forget_earliest_requery_times(&closed_query.connections);
         let absent_agent = self
             .absent_agents
@@ -211,7 +212,7 @@ impl ConnectionSweeper {
         if self.is_agent_absent_too_long(closed_query.server_id, now) { closed_query.connections } else { Vec::new() }
     }
 
-    fn forget_earliest_requery_times(&mut self, connections: &[Connection]) {
+    fn forget_earliest_requery_times(&mut self, connections: &[ConnectionEntry]) {
         for connection in connections {
             self.earliest_requery_times.remove(&connection.index);
         }
@@ -232,8 +233,8 @@ impl ConnectionSweeper {
         }
     }
 
-    fn prune_expired_state(&mut self, now: Duration) {
-        if now.saturating_sub(self.last_pruned_at) >= EXPIRED_STATE_PRUNE_INTERVAL {
+    fn prune_expired_requery_times(&mut self, now: Duration) {
+        if now.saturating_sub(self.last_pruned_at) >= SWEEPER_STATE_PRUNE_INTERVAL {
             self.earliest_requery_times.retain(|_, requery_at| *requery_at > now);
             self.last_pruned_at = now;
         }
@@ -242,26 +243,26 @@ impl ConnectionSweeper {
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::connection_table::{ClockTicks, TableEntryIdentity};
-    use coreward_model::tuple::Protocol;
+    use coreward_model::connection_table::{DecisecondTicks, TableEntryIdentity};
+    use coreward_model::tuple::TransportProtocol;
 
     use super::*;
 
-    fn expired_connection(slot: u32, server: u64) -> (Connection, ServiceAddress) {
+    fn expired_connection(slot: u32, server: u64) -> (ConnectionEntry, ServiceAddress) {
         let entry_identity =
             TableEntryIdentity { tag: slot, generation: 0, service_slot: 0, server: server.try_into().unwrap() };
-        let connection = Connection {
+        let connection = ConnectionEntry {
             index: ConnectionIndex::new(slot / 1024, slot % 1024),
             identity: entry_identity,
             client: format!("10.1.0.7:{}", 1000 + slot % 1024).parse().unwrap(),
             packet_count: 2,
             byte_count: 200,
-            opened_at: ClockTicks(0),
-            last_packet_at: ClockTicks(0),
+            opened_at: DecisecondTicks(0),
+            last_packet_at: DecisecondTicks(0),
             is_closing: false,
         };
         let service_address =
-            ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+            ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: TransportProtocol::Tcp };
         (connection, service_address)
     }
 
@@ -311,7 +312,7 @@ mod tests {
             (2000..2200).map(|slot| expired_connection(slot, u64::from(slot))).collect();
         sweeper.queue_expired_connections(&more_expired_connections, time_at_second(1));
         assert_eq!(sweeper.next_socket_queries(time_at_second(1), 10).len(), 10);
-        assert_eq!(sweeper.next_socket_queries(time_at_second(1), 1000).len(), MAX_OPEN_QUERIES - 4 - 10);
+        assert_eq!(sweeper.next_socket_queries(time_at_second(1), 1000).len(), MAX_OPEN_SOCKET_QUERIES - 4 - 10);
         assert_eq!(sweeper.next_socket_queries(time_at_second(2), 1000), []);
     }
 
@@ -359,7 +360,7 @@ mod tests {
                 sweeper.queue_expired_connections(&expired_connections, time_at_second(second));
             for query in sweeper.next_socket_queries(time_at_second(second), 10) {
                 newly_freed_connections
-                    .extend(sweeper.handle_socket_answer(&query.to_answer_without_agent(), time_at_second(second)));
+                    .extend(sweeper.handle_socket_answer(&query.to_absent_agent_answer(), time_at_second(second)));
             }
             assert!(second >= 60 || newly_freed_connections.is_empty(), "after {second} s");
             freed_connections.extend(newly_freed_connections);
@@ -375,7 +376,7 @@ mod tests {
     /// Simulation of the connection table in virtual time.
     struct ConnectionTableSimulation {
         sweeper: ConnectionSweeper,
-        table_entries: Vec<Option<Connection>>,
+        table_entries: Vec<Option<ConnectionEntry>>,
         free_slots: Vec<usize>,
         /// Tick at which the socket of each slot's connection is closed.
         socket_end_tick_by_slot: Vec<u32>,
@@ -403,17 +404,17 @@ mod tests {
             let (mut connection, _) = expired_connection(position as u32, server);
             connection.is_closing = true;
             // The connection sends its last packet after a minute, and then its socket stays in TIME-WAIT.
-            connection.last_packet_at = ClockTicks(tick + CONNECTION_DURATION_TICKS);
+            connection.last_packet_at = DecisecondTicks(tick + CONNECTION_DURATION_TICKS);
             self.table_entries[position] = Some(connection);
             self.socket_end_tick_by_slot[position] = tick + 2 * CONNECTION_DURATION_TICKS;
             true
         }
 
-        fn slot_of_connection(connection: &Connection) -> usize {
+        fn slot_of_connection(connection: &ConnectionEntry) -> usize {
             (connection.index.partition() * 1024 + connection.index.slot()) as usize
         }
 
-        fn free_entries(&mut self, connections: Vec<Connection>) {
+        fn free_entries(&mut self, connections: Vec<ConnectionEntry>) {
             for connection in connections {
                 let entry_slot = Self::slot_of_connection(&connection);
                 if self.table_entries[entry_slot].take().is_some() {
@@ -423,7 +424,7 @@ mod tests {
         }
 
         /// Advances the simulation by a tenth of a second. `behaviour_of_server` returns how a server's agent behaves.
-        fn advance_to_tick(&mut self, tick: u32, behaviour_of_server: impl Fn(u64) -> AgentBehaviour) {
+        fn advance_to_tick(&mut self, tick: u32, behaviour_of_server: impl Fn(u64) -> SimulatedAgentBehaviour) {
             let service_address = expired_connection(0, 0).1;
             let swept_entry_count = self.table_entries.len() / TICKS_PER_SWEEP;
             let swept_connections = (0..swept_entry_count)
@@ -443,9 +444,13 @@ mod tests {
                     .map(|connection| self.socket_end_tick_by_slot[Self::slot_of_connection(connection)] > tick)
                     .collect();
                 let connections_freed_by_answer = match behaviour_of_server(query.server.get().into()) {
-                    AgentBehaviour::Responsive => self.sweeper.handle_socket_answer(&query.to_answer(are_open), now),
-                    AgentBehaviour::Absent => self.sweeper.handle_socket_answer(&query.to_answer_without_agent(), now),
-                    AgentBehaviour::Silent => Vec::new(),
+                    SimulatedAgentBehaviour::Responsive => {
+                        self.sweeper.handle_socket_answer(&query.to_answer(are_open), now)
+                    }
+                    SimulatedAgentBehaviour::Absent => {
+                        self.sweeper.handle_socket_answer(&query.to_absent_agent_answer(), now)
+                    }
+                    SimulatedAgentBehaviour::Silent => Vec::new(),
                 };
                 self.free_entries(connections_freed_by_answer);
             }
@@ -457,7 +462,7 @@ mod tests {
     }
 
     #[derive(Clone, Copy)]
-    enum AgentBehaviour {
+    enum SimulatedAgentBehaviour {
         Responsive,
         Absent,
         Silent,
@@ -465,7 +470,10 @@ mod tests {
 
     /// Returns the number of used table entries after ten simulated minutes, divided by the number of connections that
     /// are open or in TIME-WAIT.
-    fn table_occupancy_ratio(connections_per_second: u32, behaviour_of_server: impl Fn(u64) -> AgentBehaviour) -> f64 {
+    fn table_occupancy_ratio(
+        connections_per_second: u32,
+        behaviour_of_server: impl Fn(u64) -> SimulatedAgentBehaviour,
+    ) -> f64 {
         let mut simulation = ConnectionTableSimulation::new(262_144);
         let mut next_server = 0;
         for tick in 0..10 * 60 * TICKS_PER_SECOND {
@@ -486,10 +494,12 @@ mod tests {
 
     #[test]
     fn table_holds_only_live_connections_although_some_agents_are_dead() {
-        for dead_agent_behaviour in [AgentBehaviour::Responsive, AgentBehaviour::Absent, AgentBehaviour::Silent] {
+        for dead_agent_behaviour in
+            [SimulatedAgentBehaviour::Responsive, SimulatedAgentBehaviour::Absent, SimulatedAgentBehaviour::Silent]
+        {
             // The dead servers come first in the rotation.
             let occupancy_ratio = table_occupancy_ratio(1000, |server| {
-                if server < SERVER_COUNT / 10 { dead_agent_behaviour } else { AgentBehaviour::Responsive }
+                if server < SERVER_COUNT / 10 { dead_agent_behaviour } else { SimulatedAgentBehaviour::Responsive }
             });
             assert!((0.9..1.1).contains(&occupancy_ratio), "{occupancy_ratio}");
         }

@@ -12,7 +12,7 @@ use tower_service::Service;
 
 /// Maximum size, in bytes, of a message from a load balancer or rack. The largest contains the traffic of 16,384
 /// servers.
-const MAX_MESSAGE_BYTES: usize = 4 << 20;
+const MAX_CONTROL_MESSAGE_BYTES: usize = 4 << 20;
 const AGENT_METHOD_PATH: &str = "/coreward.v1.Control/Agent";
 
 /// [`ControlServer`] with a lower size limit for messages from agents than for messages from other peers. A message
@@ -29,7 +29,7 @@ impl<T: Control> SizeLimitedControlServer<T> {
             |bytes| ControlServer::from_arc(control_methods.clone()).max_decoding_message_size(bytes);
         Self {
             agent_server: server_with_size_limit(MAX_AGENT_MESSAGE_BYTES),
-            non_agent_server: server_with_size_limit(MAX_MESSAGE_BYTES),
+            non_agent_server: server_with_size_limit(MAX_CONTROL_MESSAGE_BYTES),
         }
     }
 }

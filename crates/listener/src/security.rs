@@ -4,7 +4,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use coreward_daemon::add_certificate_expiry;
+use coreward_daemon::add_certificate_expiry_metrics;
 use coreward_http::serve::{CertificateIdentity, ConnectionPeer, StreamAcceptor};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::MetricsSnapshot;
@@ -14,8 +14,8 @@ use coreward_tls::certificate::CertificateFingerprint;
 use coreward_tls::failure::{ConnectionFailureCounters, ConnectionFailureReason, PeerConnectionFailure};
 use coreward_tls::verify::RevocationList;
 use coreward_tls::{
-    AcceptedConnection, AcceptorLimits, ClientCertificatePolicy, ConnectionAcceptor, ConnectionCaller, CredentialFiles,
-    FleetRole, ReloadableCredentials,
+    AcceptedConnection, AcceptorLimits, ClientCertificatePolicy, ConnectionAcceptor, ConnectionCaller, FleetRole,
+    ReloadableTlsCredentials, TlsCredentialFiles,
 };
 use tokio::net::TcpStream;
 use tonic::{Request, Status};
@@ -30,7 +30,7 @@ metrics! {
 /// Security settings of a daemon that accepts connections.
 pub struct ListenerConfig<'a> {
     pub listen_address: SocketAddr,
-    pub tls: Option<&'a CredentialFiles>,
+    pub tls: Option<&'a TlsCredentialFiles>,
     pub revoked_certificates: &'a [CertificateFingerprint],
     /// Whether the operator permits connections without TLS, so that a missing `tls` causes no warning.
     pub allow_plaintext: bool,
@@ -40,7 +40,7 @@ pub struct ListenerConfig<'a> {
 /// peers.
 pub struct ListenerSecurity {
     /// Certificates and key of this process, or `None` if connections are neither encrypted nor authenticated.
-    pub tls: Option<Arc<ReloadableCredentials>>,
+    pub tls: Option<Arc<ReloadableTlsCredentials>>,
     /// Counters of rejected peers, by reason.
     pub failure_counters: Arc<ConnectionFailureCounters>,
     pub revocation_list: RevocationList,
@@ -111,13 +111,13 @@ impl ListenerSecurity {
     /// Reloads the certificates whenever their files change. Never returns.
     pub async fn reload_changed_certificates(&self) -> std::convert::Infallible {
         match &self.tls {
-            Some(tls) => tls.clone().reload_changed_certificates().await,
+            Some(tls) => tls.clone().reload_credentials_on_change().await,
             None => std::future::pending().await,
         }
     }
 
     pub fn add_metrics(&self, snapshot: &mut MetricsSnapshot) {
-        self.tls.iter().for_each(|tls| add_certificate_expiry(tls, snapshot));
+        self.tls.iter().for_each(|tls| add_certificate_expiry_metrics(tls, snapshot));
         for (reason, count) in self.failure_counters.failure_counts_by_reason() {
             snapshot.add_value(&TLS_HANDSHAKE_FAILURES_TOTAL, [reason.name()], count as f64);
         }
@@ -130,7 +130,7 @@ pub struct ApiAcceptor(Arc<ConnectionAcceptor>);
 impl ApiAcceptor {
     /// Closes connections whose certificates have expired or are revoked. Never returns.
     pub async fn close_invalid_connections_loop(self) -> std::convert::Infallible {
-        self.0.close_invalid_connections_loop().await
+        self.0.close_invalid_connections_periodically().await
     }
 }
 
@@ -176,17 +176,17 @@ impl AuthenticatedPeer {
     /// Checks that the peer has one of these roles. The PERMISSION_DENIED error names the peer and the required roles.
     pub fn require_any_role(&self, roles: &[FleetRole]) -> Result<(), Status> {
         self.caller
-            .require_role(roles)
-            .inspect_err(|status| self.count_failure(ConnectionFailureReason::WrongRole, status))
+            .require_any_role(roles)
+            .inspect_err(|status| self.count_connection_failure(ConnectionFailureReason::WrongRole, status))
     }
 
     pub fn require_role_and_name(&self, role: FleetRole, name: &str) -> Result<(), Status> {
         self.caller
             .require_role_and_name(role, name)
-            .inspect_err(|status| self.count_failure(ConnectionFailureReason::WrongName, status))
+            .inspect_err(|status| self.count_connection_failure(ConnectionFailureReason::WrongName, status))
     }
 
-    fn count_failure(&self, reason: ConnectionFailureReason, status: &Status) {
+    fn count_connection_failure(&self, reason: ConnectionFailureReason, status: &Status) {
         self.security.failure_counters.count_and_log(
             &self.caller,
             &PeerConnectionFailure { reason, failure_description: status.message().to_owned() },

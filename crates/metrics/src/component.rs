@@ -137,7 +137,7 @@ pub fn add_load_balancer_metrics(snapshot: &mut MetricsSnapshot, name: &str, sta
 }
 
 /// Adds the numbers of passed and failed health checks of a service, and its numbers of servers by health verdict.
-pub fn add_health_checks<'a>(
+pub fn add_health_check_metrics<'a>(
     snapshot: &mut MetricsSnapshot,
     service: &str,
     servers: impl Iterator<Item = &'a v1::ServerHealth> + Clone,
@@ -175,7 +175,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::table::METRICS;
+    use crate::table::METRIC_DECLARATIONS;
 
     #[test]
     fn dispatch_counters_include_every_declared_dispatch_metric() {
@@ -184,7 +184,8 @@ mod tests {
             v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };
         let mut snapshot = base_metrics_snapshot(Component::Dispatch);
         add_dispatch_counters(&mut snapshot, "", &[service]);
-        let dispatch_metrics = METRICS.iter().filter(|metric| metric.components.contains(&Component::Dispatch));
+        let dispatch_metrics =
+            METRIC_DECLARATIONS.iter().filter(|metric| metric.components.contains(&Component::Dispatch));
         let expected: BTreeSet<&str> = dispatch_metrics.map(|metric| metric.name).collect();
         assert_eq!(snapshot.metric_names().collect::<BTreeSet<_>>(), expected);
         let expected_line = "coreward_dispatch_dispatched_total{server=\"\",service=\"0.0.0.0:53\",worker=\"3\"} 7.0\n";

@@ -36,7 +36,7 @@ impl MetricsSnapshot {
         labels: [&str; LABELS],
         value: f64,
     ) {
-        let (metric, series) = self.find_or_add_series(family.metric());
+        let (metric, series) = self.find_or_add_series(family.declaration());
         add_or_combine_series(series, metric.kind, value, || labels.map(str::to_owned).into());
     }
 
@@ -49,7 +49,7 @@ impl MetricsSnapshot {
         first_label: &str,
         values: impl Iterator<Item = f64>,
     ) {
-        let (metric, series) = self.find_or_add_series(family.metric());
+        let (metric, series) = self.find_or_add_series(family.declaration());
         for (number, value) in values.enumerate() {
             add_or_combine_series(series, metric.kind, value, || vec![first_label.to_owned(), number.to_string()]);
         }
@@ -64,7 +64,7 @@ impl MetricsSnapshot {
 
     /// Adds a histogram metric with its observed durations.
     pub fn add_histogram(&mut self, histogram: &'static HistogramMetric, latencies: LatencyHistogram) {
-        let metric = histogram.metric();
+        let metric = histogram.declaration();
         self.histograms_by_name.insert(metric.name, (metric, latencies));
     }
 
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn series_above_the_limit_are_combined() {
+    fn metric_series_above_the_limit_are_combined() {
         let mut snapshot = MetricsSnapshot::default();
         for server in 0..MAX_SERIES_PER_METRIC + 10 {
             snapshot.add_value(&CONNECTIONS, [&format!("s{server}")], 1.0);

@@ -92,31 +92,31 @@ pub const fn declare_histogram(
 }
 
 impl<const LABELS: usize> MetricFamily<LABELS> {
-    pub const fn metric(&self) -> &MetricDeclaration {
+    pub const fn declaration(&self) -> &MetricDeclaration {
         &self.0
     }
 }
 
 impl HistogramMetric {
-    pub const fn metric(&self) -> &MetricDeclaration {
+    pub const fn declaration(&self) -> &MetricDeclaration {
         &self.0
     }
 }
 
 /// Declarations of all metrics in all crates that are linked into the program, in no particular order.
 #[linkme::distributed_slice]
-pub static METRICS: [&'static MetricDeclaration];
+pub static METRIC_DECLARATIONS: [&'static MetricDeclaration];
 
-/// Declares metrics as statics, and adds them to [`METRICS`](crate::table::METRICS).
+/// Declares metrics as statics, and adds them to [`METRIC_DECLARATIONS`](crate::table::METRIC_DECLARATIONS).
 #[macro_export]
 macro_rules! metrics {
     ($($visibility:vis $name:ident: $type:ty = $value:expr;)+) => {
         $(
             $visibility static $name: $type = $value;
             const _: () = {
-                #[$crate::linkme::distributed_slice($crate::table::METRICS)]
+                #[$crate::linkme::distributed_slice($crate::table::METRIC_DECLARATIONS)]
                 #[linkme(crate = $crate::linkme)]
-                static DECLARATION: &$crate::table::MetricDeclaration = $name.metric();
+                static DECLARATION: &$crate::table::MetricDeclaration = $name.declaration();
             };
         )+
     };

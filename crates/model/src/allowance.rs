@@ -5,7 +5,7 @@
 /// Maximum long-term ratio of a server's new connections to its fair share of the new connections.
 pub const MAX_FAIR_SHARE_MULTIPLE: f64 = 2.0;
 /// Time (s) in which an empty connection allowance becomes full. A server that joins starts with a full allowance.
-const FULL_ALLOWANCE_SECONDS: f64 = 10.0;
+const CONNECTION_ALLOWANCE_FILL_SECONDS: f64 = 10.0;
 /// Minimum number of connections in a full allowance, because fewer would judge a server by chance.
 const MIN_FULL_ALLOWANCE_CONNECTIONS: f64 = 64.0;
 /// Weight of the newest second in the moving average of a server's fair share (connections per second).
@@ -31,7 +31,8 @@ impl ConnectionAllowance {
     }
 
     fn full_allowance_connections(fair_share_per_second: f64) -> f64 {
-        (MAX_FAIR_SHARE_MULTIPLE * FULL_ALLOWANCE_SECONDS * fair_share_per_second).max(MIN_FULL_ALLOWANCE_CONNECTIONS)
+        (MAX_FAIR_SHARE_MULTIPLE * CONNECTION_ALLOWANCE_FILL_SECONDS * fair_share_per_second)
+            .max(MIN_FULL_ALLOWANCE_CONNECTIONS)
     }
 
     /// Updates the allowance after an interval of `interval_seconds` (at most 10). `fair_share_connections` is the

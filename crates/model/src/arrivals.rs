@@ -26,7 +26,7 @@ use crate::rss::{seeded_rng, uniform_below};
 const ARRIVAL_LOG_RNG_STREAM: u64 = 2;
 
 /// Range of the clients' source ports. It lies above the well-known ports and below the kernel's last ephemeral ports.
-const SOURCE_PORT_RANGE: std::ops::RangeInclusive<u16> = 10_000..=59_999;
+const CLIENT_SOURCE_PORT_RANGE: std::ops::RangeInclusive<u16> = 10_000..=59_999;
 
 /// Address of the first client in the demo's network.
 const FIRST_CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 7);
@@ -88,7 +88,7 @@ pub struct ArrivalLog {
 
 /// Parameters of a log of many short connections ("mice"), and long ones ("elephants") that carry most of the work.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Workload {
+pub struct ConnectionWorkload {
     /// Duration of the log (us). All requests are due within it.
     pub duration_us: u64,
     /// Number of cores of the whole server pool.
@@ -114,7 +114,7 @@ pub struct Workload {
     pub source_address_count: u16,
 }
 
-impl Default for Workload {
+impl Default for ConnectionWorkload {
     /// Returns the demo's workload. The load of its 16 cores is 60 %, so that a core with a few connections too many is
     /// overloaded. A request takes 7.5 ms (80 requests per second and core), so that two CPUs can run five such pools
     /// at once. A core then has about eight elephants, each with 10 % of its mean load.
@@ -135,7 +135,7 @@ impl Default for Workload {
     }
 }
 
-impl Workload {
+impl ConnectionWorkload {
     /// Returns the interval between two consecutive requests of an elephant (us).
     pub fn elephant_request_interval_us(&self) -> u32 {
         let elephant_load_ppm = u64::from(self.mean_load_permille) * u64::from(self.elephant_load_permille);
@@ -168,9 +168,9 @@ impl Workload {
         let mean_mouse_work_us = u64::from(min_request_count + max_request_count) * u64::from(self.service_us) / 2;
         let mouse_count = mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mean_mouse_work_us.max(1);
         let mut arrivals = Vec::new();
-        arrivals.extend((0..live_elephant_count).filter_map(|_| generator.draw_live_elephant()));
-        arrivals.extend((0..new_elephant_count).filter_map(|_| generator.draw_new_elephant()));
-        arrivals.extend((0..mouse_count).filter_map(|_| generator.draw_mouse()));
+        arrivals.extend((0..live_elephant_count).filter_map(|_| generator.draw_ongoing_elephant_connection()));
+        arrivals.extend((0..new_elephant_count).filter_map(|_| generator.draw_new_elephant_connection()));
+        arrivals.extend((0..mouse_count).filter_map(|_| generator.draw_mouse_connection()));
         arrivals.sort_by_key(|arrival| (arrival.start_us, arrival.source_address_index, arrival.source_port));
         ArrivalLog { seed, duration_us: self.duration_us, source_address_count: self.source_address_count, arrivals }
     }
@@ -179,7 +179,7 @@ impl Workload {
 struct ArrivalGenerator {
     rng: rand_xoshiro::Xoshiro256PlusPlus,
     used_address_port_pairs: HashSet<(u16, u16)>,
-    workload: Workload,
+    workload: ConnectionWorkload,
 }
 
 impl ArrivalGenerator {
@@ -196,7 +196,7 @@ impl ArrivalGenerator {
 
     /// Draws an elephant that a long-running pool would already have, which starts within the ramp-up. Returns `None`
     /// if its lifetime ends before its start.
-    fn draw_live_elephant(&mut self) -> Option<ConnectionArrival> {
+    fn draw_ongoing_elephant_connection(&mut self) -> Option<ConnectionArrival> {
         let (min_lifetime_us, max_lifetime_us) = self.workload.elephant_lifetime_range_us;
         // Elephants that live at a random time have longer lifetimes than the average. So a lifetime is drawn with a
         // probability in proportion to its length.
@@ -211,27 +211,27 @@ impl ArrivalGenerator {
         self.create_elephant_connection(start_us, remaining_lifetime_us)
     }
 
-    fn draw_new_elephant(&mut self) -> Option<ConnectionArrival> {
+    fn draw_new_elephant_connection(&mut self) -> Option<ConnectionArrival> {
         let (min_lifetime_us, max_lifetime_us) = self.workload.elephant_lifetime_range_us;
         let start_us = self.random_below(self.workload.duration_us);
         let lifetime_us = self.random_between(min_lifetime_us, max_lifetime_us);
         self.create_elephant_connection(start_us, lifetime_us)
     }
 
-    fn draw_mouse(&mut self) -> Option<ConnectionArrival> {
+    fn draw_mouse_connection(&mut self) -> Option<ConnectionArrival> {
         let (min_request_count, max_request_count) = self.workload.mouse_request_count_range;
         let start_us = self.random_below(self.workload.duration_us);
         let request_count = self.random_between(u64::from(min_request_count), u64::from(max_request_count)) as u32;
-        self.create_arrival_within_log(start_us, request_count, self.workload.mouse_request_interval_us)
+        self.create_connection_within_log(start_us, request_count, self.workload.mouse_request_interval_us)
     }
 
     fn create_elephant_connection(&mut self, start_us: u64, lifetime_us: u64) -> Option<ConnectionArrival> {
         let interval_us = self.workload.elephant_request_interval_us();
-        self.create_arrival_within_log(start_us, (lifetime_us / u64::from(interval_us)) as u32 + 1, interval_us)
+        self.create_connection_within_log(start_us, (lifetime_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
 
     /// Returns a connection whose requests are all due within the log, or `None` if it would start after the log's end.
-    fn create_arrival_within_log(
+    fn create_connection_within_log(
         &mut self,
         start_us: u64,
         request_count: u32,
@@ -252,7 +252,7 @@ impl ArrivalGenerator {
     }
 
     fn draw_unused_address_and_port(&mut self) -> (u16, u16) {
-        let (first_port, last_port) = (*SOURCE_PORT_RANGE.start(), *SOURCE_PORT_RANGE.end());
+        let (first_port, last_port) = (*CLIENT_SOURCE_PORT_RANGE.start(), *CLIENT_SOURCE_PORT_RANGE.end());
         let port_count = u32::from(last_port - first_port) + 1;
         let address_port_pair_count = port_count as usize * usize::from(self.workload.source_address_count);
         // The search for a free pair of address and port is slow if most pairs are used. No log needs that many.
@@ -387,7 +387,7 @@ mod tests {
 
     #[test]
     fn equal_seeds_give_equal_logs_and_their_text_round_trips() {
-        let workload = Workload { duration_us: 3_000_000, ..Workload::default() };
+        let workload = ConnectionWorkload { duration_us: 3_000_000, ..ConnectionWorkload::default() };
         let log = workload.generate(7);
         assert_eq!(log, workload.generate(7));
         assert_ne!(log, workload.generate(8));
@@ -396,7 +396,7 @@ mod tests {
 
     #[test]
     fn generated_load_matches_the_workload_after_the_ramp_up() {
-        let workload = Workload::default();
+        let workload = ConnectionWorkload::default();
         let log = workload.generate(1);
         let mut work_us_by_second = vec![0u64; (log.duration_us / 1_000_000) as usize];
         for arrival in &log.arrivals {
@@ -424,7 +424,7 @@ mod tests {
 
     #[test]
     fn each_elephant_causes_at_most_a_tenth_of_core_load() {
-        let workload = Workload::default();
+        let workload = ConnectionWorkload::default();
         let core_work_us_per_s = u64::from(workload.mean_load_permille) * 1_000;
         assert_eq!(workload.elephant_request_interval_us(), 125_000);
         for arrival in workload.generate(3).arrivals.iter().filter(|arrival| arrival.request_count > 2) {

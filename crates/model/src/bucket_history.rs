@@ -18,7 +18,10 @@ pub struct BucketHistory {
 
 impl BucketHistory {
     /// Restores a history from stored lists with one element per bucket. Returns `None` if the lists differ in length.
-    pub fn from_stored(current_servers: Vec<ServerId>, previous_servers: Vec<Option<ServerId>>) -> Option<Self> {
+    pub fn from_stored_servers(
+        current_servers: Vec<ServerId>,
+        previous_servers: Vec<Option<ServerId>>,
+    ) -> Option<Self> {
         (current_servers.len() == previous_servers.len()).then_some(Self { current_servers, previous_servers })
     }
 
@@ -54,7 +57,7 @@ impl BucketHistory {
     }
 
     /// Returns each bucket's previous server for a placement table, or an empty list if no bucket has moved.
-    pub fn previous_servers_if_moved(&self) -> Vec<Option<ServerId>> {
+    pub fn previous_servers_or_empty(&self) -> Vec<Option<ServerId>> {
         if self.previous_servers.iter().all(Option::is_none) { Vec::new() } else { self.previous_servers.clone() }
     }
 
@@ -82,13 +85,13 @@ mod tests {
     fn history_keeps_only_the_latest_previous_server_of_a_bucket() {
         let mut history = BucketHistory::default();
         assert!(history.update_bucket_servers(&server_ids(&[1, 2, 3, 1])));
-        assert_eq!(history.previous_servers_if_moved(), []);
+        assert_eq!(history.previous_servers_or_empty(), []);
         assert!(!history.update_bucket_servers(&server_ids(&[1, 2, 3, 1])));
         // Server 1 leaves, then server 2. Bucket 0 was last at server 2, and bucket 3 moved when server 1 left.
         assert!(history.update_bucket_servers(&server_ids(&[2, 2, 3, 3])));
         assert!(history.update_bucket_servers(&server_ids(&[3, 3, 3, 3])));
         let previous_server_ids: Vec<u64> =
-            history.previous_servers_if_moved().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
+            history.previous_servers_or_empty().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
         assert_eq!(previous_server_ids, [2, 2, 0, 1]);
         assert_eq!(
             history.previous_servers_by_current_server(),
@@ -104,7 +107,7 @@ mod tests {
         history.update_bucket_servers(&server_ids(&[2, 2]));
         assert_eq!(history.previous_servers(), [Some(server_ids(&[1])[0]), None]);
         assert!(history.update_bucket_servers(&server_ids(&[2, 2, 2, 2])));
-        assert_eq!((history.previous_servers_if_moved(), history.previous_servers().len()), (Vec::new(), 4));
-        assert_eq!(BucketHistory::from_stored(server_ids(&[1]), vec![]), None);
+        assert_eq!((history.previous_servers_or_empty(), history.previous_servers().len()), (Vec::new(), 4));
+        assert_eq!(BucketHistory::from_stored_servers(server_ids(&[1]), vec![]), None);
     }
 }

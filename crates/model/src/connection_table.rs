@@ -30,7 +30,7 @@ pub struct ConnectionTableSize(u32);
     min = intf::CONNECTIONS_PER_PARTITION,
     max = intf::MAX_CONNECTION_TABLE_ENTRIES
 )]
-pub struct InvalidTableSize(pub u64);
+pub struct InvalidConnectionTableSize(pub u64);
 
 impl ConnectionTableSize {
     /// Returns the number of entries in the table.
@@ -66,12 +66,12 @@ impl Default for ConnectionTableSize {
 }
 
 impl TryFrom<u64> for ConnectionTableSize {
-    type Error = InvalidTableSize;
+    type Error = InvalidConnectionTableSize;
 
     fn try_from(entry_count: u64) -> Result<Self, Self::Error> {
         let range = u64::from(intf::CONNECTIONS_PER_PARTITION)..=u64::from(intf::MAX_CONNECTION_TABLE_ENTRIES);
         let is_valid = entry_count.is_power_of_two() && range.contains(&entry_count);
-        if is_valid { Ok(Self(entry_count as u32)) } else { Err(InvalidTableSize(entry_count)) }
+        if is_valid { Ok(Self(entry_count as u32)) } else { Err(InvalidConnectionTableSize(entry_count)) }
     }
 }
 
@@ -211,14 +211,14 @@ pub fn source_prefix_counter_index(key: &CookieKey, client: IpAddr) -> usize {
 }
 
 /// Number of entries that must be free for each entry that a source prefix holds.
-const FREE_ENTRIES_PER_SOURCE_ENTRY: u32 = 4;
+const FREE_ENTRIES_PER_PREFIX_ENTRY: u32 = 4;
 
 /// Returns the maximum number of table entries that the clients of one source prefix may hold. It is a quarter of the
 /// free entries, so `n` prefixes leave at least 4 / (n + 4) of the table to others. Each prefix may always hold an
 /// equal share of the table.
 pub fn max_entries_per_source_prefix(size: ConnectionTableSize, used_entry_count: u32) -> u32 {
     let free_entry_count = size.entry_count().saturating_sub(used_entry_count);
-    (free_entry_count / FREE_ENTRIES_PER_SOURCE_ENTRY).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
+    (free_entry_count / FREE_ENTRIES_PER_PREFIX_ENTRY).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
 }
 
 /// Identity of a used entry, which one 64-bit word holds. It has all fields of the entry on which forwarding depends.
@@ -260,9 +260,9 @@ impl TableEntryIdentity {
 
 /// Time on the clock of the load balancer's data plane, in tenths of a second modulo 2^32 (13.6 years).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ClockTicks(pub u32);
+pub struct DecisecondTicks(pub u32);
 
-impl ClockTicks {
+impl DecisecondTicks {
     /// Converts `monotonic_time`, a time on the machine's monotonic clock, to ticks.
     pub fn from_monotonic_time(monotonic_time: Duration) -> Self {
         Self((monotonic_time.as_millis() / 100) as u32)
@@ -270,7 +270,7 @@ impl ClockTicks {
 
     /// Returns the time since `earlier`. Returns 0 if `earlier` is later than `self`, as when a packet came after the
     /// clock was read.
-    pub fn saturating_duration_since(self, earlier: ClockTicks) -> Duration {
+    pub fn saturating_duration_since(self, earlier: DecisecondTicks) -> Duration {
         let elapsed_ticks = self.0.wrapping_sub(earlier.0);
         if elapsed_ticks > u32::MAX / 2 {
             Duration::ZERO
@@ -282,7 +282,7 @@ impl ClockTicks {
 
 /// Snapshot of a connection's entry in the connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Connection {
+pub struct ConnectionEntry {
     /// Index of the connection's entry in the connection table.
     pub index: ConnectionIndex,
     /// Identity of the entry, which has its connection's tag, service and server.
@@ -294,14 +294,14 @@ pub struct Connection {
     /// Number of bytes in the client's frames, without retransmitted SYNs.
     pub byte_count: u64,
     /// Time of the connection's first SYN.
-    pub opened_at: ClockTicks,
+    pub opened_at: DecisecondTicks,
     /// Time of the last packet from the client.
-    pub last_packet_at: ClockTicks,
+    pub last_packet_at: DecisecondTicks,
     /// Whether a FIN or RST has arrived and no SYN came after it.
     pub is_closing: bool,
 }
 
-impl Connection {
+impl ConnectionEntry {
     /// Returns the connection in the entry at `index`, or `None` if the entry is free.
     pub fn from_entry(index: ConnectionIndex, entry: &intf::connection) -> Option<Self> {
         Some(Self {
@@ -310,8 +310,8 @@ impl Connection {
             client: SocketAddr::new(address_from_words(entry.client_address), u16::from_be(entry.client_port)),
             packet_count: entry.packets,
             byte_count: entry.bytes,
-            opened_at: ClockTicks(entry.opened),
-            last_packet_at: ClockTicks(entry.last_seen),
+            opened_at: DecisecondTicks(entry.opened),
+            last_packet_at: DecisecondTicks(entry.last_seen),
             is_closing: u32::from(entry.flags) & intf::CONNECTION_CLOSING != 0,
         })
     }
@@ -324,13 +324,13 @@ impl Connection {
 
 /// Returns the `count` connections with the largest weights in descending order. Among equal weights, the earlier
 /// connection comes first. Needs memory for `2 * count` connections.
-pub fn heaviest_connections(
-    connections: impl Iterator<Item = Connection>,
+pub fn top_connections_by_weight(
+    connections: impl Iterator<Item = ConnectionEntry>,
     count: usize,
-    weight: impl Fn(&Connection) -> u64,
-) -> Vec<Connection> {
+    weight: impl Fn(&ConnectionEntry) -> u64,
+) -> Vec<ConnectionEntry> {
     let mut candidates = Vec::new();
-    let keep_heaviest = |kept_connections: &mut Vec<Connection>| {
+    let keep_heaviest = |kept_connections: &mut Vec<ConnectionEntry>| {
         kept_connections.sort_by_key(|connection| std::cmp::Reverse(weight(connection)));
         kept_connections.truncate(count);
     };
@@ -383,7 +383,7 @@ pub enum ConnectionExpiryReason {
 
 impl ConnectionExpiryReason {
     /// Returns whether the server must be queried before the entry is freed.
-    pub fn needs_server_query(self) -> bool {
+    pub fn must_query_server(self) -> bool {
         matches!(self, ConnectionExpiryReason::Closing | ConnectionExpiryReason::Idle)
     }
 }
@@ -391,7 +391,7 @@ impl ConnectionExpiryReason {
 impl ConnectionTimeouts {
     /// Returns the timeouts in the BPF program's layout. `last_sweep` is the time at which user space last swept the
     /// table.
-    pub fn to_bpf_timers(&self, last_sweep: ClockTicks) -> intf::connection_timers {
+    pub fn to_bpf_timers(&self, last_sweep: DecisecondTicks) -> intf::connection_timers {
         let to_ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
         intf::connection_timers {
             half_open: to_ticks(self.half_open),
@@ -405,29 +405,29 @@ impl ConnectionTimeouts {
     /// `bpf/lb/stateful.h`.
     pub fn is_expired(
         &self,
-        connection: &Connection,
+        connection: &ConnectionEntry,
         is_server_known: bool,
-        last_sweep: ClockTicks,
-        now: ClockTicks,
+        last_sweep: DecisecondTicks,
+        now: DecisecondTicks,
     ) -> bool {
         let is_sweep_overdue = now.0.wrapping_sub(last_sweep.0) as i32 >= intf::CONNECTION_UNSWEPT_TICKS as i32;
         self.expiry_reason(connection, is_server_known, now)
-            .is_some_and(|reason| !reason.needs_server_query() || is_sweep_overdue)
+            .is_some_and(|reason| !reason.must_query_server() || is_sweep_overdue)
     }
 
     /// Returns the reason to free the entry at `now`, if any. `is_server_known` is false if the server left the fleet.
     pub fn expiry_reason(
         &self,
-        connection: &Connection,
+        connection: &ConnectionEntry,
         is_server_known: bool,
-        now: ClockTicks,
+        now: DecisecondTicks,
     ) -> Option<ConnectionExpiryReason> {
         if !is_server_known {
             return Some(ConnectionExpiryReason::ServerGone);
         }
         let (timeout, reason) = match connection {
-            Connection { packet_count: 0..=1, .. } => (self.half_open, ConnectionExpiryReason::HalfOpen),
-            Connection { is_closing: true, .. } => (self.closing, ConnectionExpiryReason::Closing),
+            ConnectionEntry { packet_count: 0..=1, .. } => (self.half_open, ConnectionExpiryReason::HalfOpen),
+            ConnectionEntry { is_closing: true, .. } => (self.closing, ConnectionExpiryReason::Closing),
             _ => (self.idle, ConnectionExpiryReason::Idle),
         };
         (now.saturating_duration_since(connection.last_packet_at) >= timeout).then_some(reason)
@@ -440,16 +440,16 @@ mod tests {
 
     use super::*;
 
-    fn build_connection(packet_count: u64, is_closing: bool, last_seen_ticks: u32) -> Connection {
+    fn build_connection(packet_count: u64, is_closing: bool, last_seen_ticks: u32) -> ConnectionEntry {
         let server = ServerId::try_from(7).unwrap();
-        Connection {
+        ConnectionEntry {
             index: ConnectionIndex::new(1, 2),
             identity: TableEntryIdentity { tag: 1, generation: 2, service_slot: 3, server },
             client: SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 1),
             packet_count,
             byte_count: 0,
-            opened_at: ClockTicks(0),
-            last_packet_at: ClockTicks(last_seen_ticks),
+            opened_at: DecisecondTicks(0),
+            last_packet_at: DecisecondTicks(last_seen_ticks),
             is_closing,
         }
     }
@@ -475,11 +475,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn heaviest_connections_come_first_in_a_full_sort(
+        fn top_connections_by_weight_match_a_full_sort(
             packets in proptest::collection::vec(0u64..50, 0..200), count in 0usize..20,
         ) {
             let connections: Vec<_> = packets.iter().map(|packets| build_connection(*packets, false, 0)).collect();
-            let heaviest = heaviest_connections(connections.iter().copied(), count,
+            let heaviest = top_connections_by_weight(connections.iter().copied(), count,
                 |connection| connection.packet_count);
             let mut expected_packet_counts = packets;
             expected_packet_counts.sort_by_key(|packets| std::cmp::Reverse(*packets));
@@ -516,7 +516,8 @@ mod tests {
     #[test]
     fn timeout_depends_on_the_connection_state() {
         let timeouts = ConnectionTimeouts::default();
-        let expiry_reason_at = |connection, now_ticks| timeouts.expiry_reason(&connection, true, ClockTicks(now_ticks));
+        let expiry_reason_at =
+            |connection, now_ticks| timeouts.expiry_reason(&connection, true, DecisecondTicks(now_ticks));
         let start_ticks = u32::MAX - 50;
         for (connection, elapsed_ticks, reason) in [
             (build_connection(1, false, start_ticks), 100, ConnectionExpiryReason::HalfOpen),
@@ -530,7 +531,7 @@ mod tests {
             assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_sub(5)), None);
         }
         assert_eq!(
-            timeouts.expiry_reason(&build_connection(9, false, start_ticks), false, ClockTicks(start_ticks)),
+            timeouts.expiry_reason(&build_connection(9, false, start_ticks), false, DecisecondTicks(start_ticks)),
             Some(ConnectionExpiryReason::ServerGone)
         );
         let needs_query = [
@@ -539,7 +540,7 @@ mod tests {
             ConnectionExpiryReason::Closing,
             ConnectionExpiryReason::Idle,
         ]
-        .map(ConnectionExpiryReason::needs_server_query);
+        .map(ConnectionExpiryReason::must_query_server);
         assert_eq!(needs_query, [false, false, true, true]);
     }
 }

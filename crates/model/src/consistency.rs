@@ -4,7 +4,7 @@ use coreward_intf as intf;
 
 use crate::ServerId;
 use crate::forwarding::ForwardingMode;
-use crate::tuple::{Protocol, ServerIdOutOfRange};
+use crate::tuple::{ServerIdOutOfRange, TransportProtocol};
 
 /// Method by which packets find the server of their connection (`enum consistency` of `bpf/include/intf.h`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -60,7 +60,7 @@ impl std::str::FromStr for ConsistencyMode {
 
 /// Component that writes the cookies into the TCP timestamps of a service.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum TimestampOrigin {
+pub enum CookieStamper {
     /// The servers write the cookies, by `bpf/server/server.bpf.c`.
     #[default]
     Server,
@@ -70,28 +70,28 @@ pub enum TimestampOrigin {
     Off,
 }
 
-impl TimestampOrigin {
+impl CookieStamper {
     /// Returns the name of this origin in configuration and messages.
     pub fn name(self) -> &'static str {
         match self {
-            TimestampOrigin::Server => "server",
-            TimestampOrigin::LoadBalancer => "lb",
-            TimestampOrigin::Off => "off",
+            CookieStamper::Server => "server",
+            CookieStamper::LoadBalancer => "lb",
+            CookieStamper::Off => "off",
         }
     }
 }
 
-/// Error returned for the name of an unknown [`TimestampOrigin`].
+/// Error returned for the name of an unknown [`CookieStamper`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("timestamps by {0:?}: expected \"server\", \"lb\" or \"off\"")]
-pub struct UnknownTimestampOrigin(pub String);
+pub struct UnknownCookieStamper(pub String);
 
-impl std::str::FromStr for TimestampOrigin {
-    type Err = UnknownTimestampOrigin;
+impl std::str::FromStr for CookieStamper {
+    type Err = UnknownCookieStamper;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        let origins = [TimestampOrigin::Server, TimestampOrigin::LoadBalancer, TimestampOrigin::Off];
-        origins.into_iter().find(|origin| origin.name() == name).ok_or_else(|| UnknownTimestampOrigin(name.to_owned()))
+        let origins = [CookieStamper::Server, CookieStamper::LoadBalancer, CookieStamper::Off];
+        origins.into_iter().find(|origin| origin.name() == name).ok_or_else(|| UnknownCookieStamper(name.to_owned()))
     }
 }
 
@@ -117,18 +117,18 @@ impl ServiceMigration {
 /// Error returned for an invalid setting of a service's mode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{key}: {reason}")]
-pub struct InvalidModeSetting {
+pub struct InvalidServiceModeSetting {
     /// Name of the invalid setting.
     pub key: String,
     /// Description of the value that was found and of the expected value.
     pub reason: String,
 }
 
-const CONSISTENCY_KEY: &str = "consistency";
-const TIMESTAMPS_KEY: &str = "timestamps";
-const FORWARDING_KEY: &str = "forwarding";
-const ADOPTED_FROM_KEY: &str = "adopted_from";
-const HANDED_OVER_TO_KEY: &str = "handed_over_to";
+const CONSISTENCY_CONFIG_KEY: &str = "consistency";
+const TIMESTAMPS_CONFIG_KEY: &str = "timestamps";
+const FORWARDING_CONFIG_KEY: &str = "forwarding";
+const ADOPTED_FROM_CONFIG_KEY: &str = "adopted_from";
+const HANDED_OVER_TO_CONFIG_KEY: &str = "handed_over_to";
 
 /// Settings of a service in the data plane, except the service's address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -136,7 +136,7 @@ pub struct ServiceSettings {
     /// Consistency mode of the service.
     pub consistency: ConsistencyMode,
     /// Component that writes the cookies into the TCP timestamps.
-    pub timestamps: TimestampOrigin,
+    pub timestamps: CookieStamper,
     /// Migration of the service that is in progress, if any.
     pub migration: Option<ServiceMigration>,
     /// Method by which the load balancer forwards packets to servers.
@@ -150,13 +150,13 @@ impl ServiceSettings {
     }
 
     /// Returns whether servers write cookies into the timestamps of the service's packets.
-    pub fn is_stamped_by_servers(self) -> bool {
-        self.has_cookies() && self.timestamps == TimestampOrigin::Server
+    pub fn servers_stamp_packets(self) -> bool {
+        self.has_cookies() && self.timestamps == CookieStamper::Server
     }
 
     /// Returns whether servers write cookies into the timestamps of new connections of the service.
     pub fn servers_stamp_new_connections(self) -> bool {
-        self.is_stamped_by_servers() && !self.is_handed_over()
+        self.servers_stamp_packets() && !self.is_handed_over()
     }
 
     /// Returns whether another load balancer gets the service's new connections.
@@ -172,7 +172,7 @@ impl ServiceSettings {
             return false;
         }
         match self.consistency {
-            ConsistencyMode::Stateless | ConsistencyMode::Stateful => self.timestamps != TimestampOrigin::LoadBalancer,
+            ConsistencyMode::Stateless | ConsistencyMode::Stateful => self.timestamps != CookieStamper::LoadBalancer,
             ConsistencyMode::HashTable => true,
             ConsistencyMode::None | ConsistencyMode::Beamer => false,
         }
@@ -181,47 +181,47 @@ impl ServiceSettings {
     /// Returns whether packets that are forwarded by bucket carry the id of the bucket's previous server. With LB-side
     /// stamping, servers have no program that reads the id. In a migration, all packets carry the other load balancer's
     /// id.
-    pub fn carries_previous_server_id(self) -> bool {
+    pub fn packets_carry_previous_server_id(self) -> bool {
         self.consistency == ConsistencyMode::Beamer
-            || self.has_cookies() && self.timestamps == TimestampOrigin::Off
+            || self.has_cookies() && self.timestamps == CookieStamper::Off
             || self.migration.is_some()
     }
 
     /// Returns the name and the value of each setting, for messages.
-    pub fn setting_pairs(self) -> Vec<(&'static str, String)> {
+    pub fn key_value_pairs(self) -> Vec<(&'static str, String)> {
         let mut settings = vec![
-            (CONSISTENCY_KEY, self.consistency.name()),
-            (TIMESTAMPS_KEY, self.timestamps.name().to_owned()),
-            (FORWARDING_KEY, self.forwarding.name().to_owned()),
+            (CONSISTENCY_CONFIG_KEY, self.consistency.name()),
+            (TIMESTAMPS_CONFIG_KEY, self.timestamps.name().to_owned()),
+            (FORWARDING_CONFIG_KEY, self.forwarding.name().to_owned()),
         ];
         settings.extend(self.migration.map(|migration| match migration {
-            ServiceMigration::AdoptedFrom(id) => (ADOPTED_FROM_KEY, id.to_string()),
-            ServiceMigration::HandedOverTo(id) => (HANDED_OVER_TO_KEY, id.to_string()),
+            ServiceMigration::AdoptedFrom(id) => (ADOPTED_FROM_CONFIG_KEY, id.to_string()),
+            ServiceMigration::HandedOverTo(id) => (HANDED_OVER_TO_CONFIG_KEY, id.to_string()),
         }));
         settings
     }
 
-    /// Returns the settings with these names and values, as the inverse of [`ServiceSettings::setting_pairs`]. Absent
+    /// Returns the settings with these names and values, as the inverse of [`ServiceSettings::key_value_pairs`]. Absent
     /// settings have their defaults. Fails if a setting is unknown, because packets must not be forwarded in another
     /// mode than requested.
-    pub fn from_settings<'a>(
+    pub fn from_key_value_pairs<'a>(
         settings: impl IntoIterator<Item = (&'a str, &'a str)>,
-    ) -> Result<Self, InvalidModeSetting> {
+    ) -> Result<Self, InvalidServiceModeSetting> {
         let mut parsed_settings = Self::default();
         for (key, value) in settings {
             match key {
-                CONSISTENCY_KEY => parsed_settings.consistency = parse_setting(key, value)?,
-                TIMESTAMPS_KEY => parsed_settings.timestamps = parse_setting(key, value)?,
-                FORWARDING_KEY => parsed_settings.forwarding = parse_setting(key, value)?,
-                ADOPTED_FROM_KEY => {
+                CONSISTENCY_CONFIG_KEY => parsed_settings.consistency = parse_setting(key, value)?,
+                TIMESTAMPS_CONFIG_KEY => parsed_settings.timestamps = parse_setting(key, value)?,
+                FORWARDING_CONFIG_KEY => parsed_settings.forwarding = parse_setting(key, value)?,
+                ADOPTED_FROM_CONFIG_KEY => {
                     parsed_settings.migration = Some(ServiceMigration::AdoptedFrom(parse_server_id(key, value)?))
                 }
-                HANDED_OVER_TO_KEY => {
+                HANDED_OVER_TO_CONFIG_KEY => {
                     parsed_settings.migration = Some(ServiceMigration::HandedOverTo(parse_server_id(key, value)?))
                 }
                 _ => {
                     let reason = format!("this version does not have it, value {value:?}: expected a newer version");
-                    return Err(InvalidModeSetting { key: key.to_owned(), reason });
+                    return Err(InvalidServiceModeSetting { key: key.to_owned(), reason });
                 }
             }
         }
@@ -230,11 +230,11 @@ impl ServiceSettings {
 
     /// Returns the bits of these settings in `service_slot.number` of `bpf/include/intf.h`. They include neither the
     /// service's index nor the forwarding method.
-    pub fn service_slot_bits(self) -> u32 {
+    pub fn to_service_slot_bits(self) -> u32 {
         let timestamp_bits = match self.timestamps {
-            TimestampOrigin::Server => 0,
-            TimestampOrigin::Off => intf::SERVICE_TIMESTAMPS_OFF,
-            TimestampOrigin::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
+            CookieStamper::Server => 0,
+            CookieStamper::Off => intf::SERVICE_TIMESTAMPS_OFF,
+            CookieStamper::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
         };
         let migration_bits = self.migration.map_or(0, |migration| {
             let direction_bit = match migration {
@@ -246,14 +246,14 @@ impl ServiceSettings {
         self.consistency.bpf_number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamp_bits | migration_bits
     }
 
-    /// Returns the settings that these [`ServiceSettings::service_slot_bits`] encode, with the default forwarding
+    /// Returns the settings that these [`ServiceSettings::to_service_slot_bits`] encode, with the default forwarding
     /// method. Returns `None` if the bits encode no valid settings.
     pub fn from_service_slot_bits(bits: u32) -> Option<Self> {
         let consistency = bits >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
         let timestamps = match bits & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
-            0 => TimestampOrigin::Server,
-            intf::SERVICE_TIMESTAMPS_OFF => TimestampOrigin::Off,
-            _ => TimestampOrigin::LoadBalancer,
+            0 => CookieStamper::Server,
+            intf::SERVICE_TIMESTAMPS_OFF => CookieStamper::Off,
+            _ => CookieStamper::LoadBalancer,
         };
         let other_balancer_id = bits >> intf::SERVICE_OTHER_BALANCER_SHIFT & (intf::SERVER_ID_COUNT - 1);
         let other_balancer = ServerId::try_from(u64::from(other_balancer_id)).ok()?;
@@ -264,15 +264,15 @@ impl ServiceSettings {
         };
         let consistency = *ConsistencyMode::ALL.get(consistency as usize)?;
         let decoded_settings = Self { consistency, timestamps, migration, forwarding: ForwardingMode::default() };
-        (decoded_settings.service_slot_bits() == bits).then_some(decoded_settings)
+        (decoded_settings.to_service_slot_bits() == bits).then_some(decoded_settings)
     }
 
     /// Returns the default settings for services of a protocol. UDP has no cookie, so its default is the hash table.
-    pub fn default_for_protocol(protocol: Protocol) -> Self {
+    pub fn default_for_protocol(protocol: TransportProtocol) -> Self {
         match protocol {
-            Protocol::Tcp => Self::default(),
-            Protocol::Udp => {
-                Self { consistency: ConsistencyMode::HashTable, timestamps: TimestampOrigin::Off, ..Self::default() }
+            TransportProtocol::Tcp => Self::default(),
+            TransportProtocol::Udp => {
+                Self { consistency: ConsistencyMode::HashTable, timestamps: CookieStamper::Off, ..Self::default() }
             }
         }
     }
@@ -281,14 +281,16 @@ impl ServiceSettings {
 fn parse_setting<T: std::str::FromStr<Err: std::fmt::Display>>(
     key: &str,
     value: &str,
-) -> Result<T, InvalidModeSetting> {
-    value.parse().map_err(|error: T::Err| InvalidModeSetting { key: key.to_owned(), reason: error.to_string() })
+) -> Result<T, InvalidServiceModeSetting> {
+    value.parse().map_err(|error: T::Err| InvalidServiceModeSetting { key: key.to_owned(), reason: error.to_string() })
 }
 
-fn parse_server_id(key: &str, value: &str) -> Result<ServerId, InvalidModeSetting> {
+fn parse_server_id(key: &str, value: &str) -> Result<ServerId, InvalidServiceModeSetting> {
     let id: u64 = parse_setting(key, value)?;
-    id.try_into()
-        .map_err(|error: ServerIdOutOfRange| InvalidModeSetting { key: key.to_owned(), reason: error.to_string() })
+    id.try_into().map_err(|error: ServerIdOutOfRange| InvalidServiceModeSetting {
+        key: key.to_owned(),
+        reason: error.to_string(),
+    })
 }
 
 #[cfg(test)]
@@ -299,7 +301,7 @@ mod tests {
         let other_balancer = ServerId::try_from(16_383).unwrap();
         let mut modes = Vec::new();
         for consistency in ConsistencyMode::ALL {
-            for timestamps in [TimestampOrigin::Server, TimestampOrigin::Off, TimestampOrigin::LoadBalancer] {
+            for timestamps in [CookieStamper::Server, CookieStamper::Off, CookieStamper::LoadBalancer] {
                 for migration in [
                     None,
                     Some(ServiceMigration::AdoptedFrom(other_balancer)),
@@ -315,14 +317,14 @@ mod tests {
     }
 
     #[test]
-    fn service_mode_settings_round_trip() {
+    fn service_settings_round_trip() {
         for mode in service_settings_combinations() {
-            let settings = mode.setting_pairs();
+            let settings = mode.key_value_pairs();
             let name_value_pairs = settings.iter().map(|(key, value)| (*key, value.as_str()));
-            assert_eq!(ServiceSettings::from_settings(name_value_pairs), Ok(mode));
+            assert_eq!(ServiceSettings::from_key_value_pairs(name_value_pairs), Ok(mode));
         }
-        assert_eq!(ServiceSettings::from_settings([]), Ok(ServiceSettings::default()));
-        let error_text = |key, value| ServiceSettings::from_settings([(key, value)]).unwrap_err().to_string();
+        assert_eq!(ServiceSettings::from_key_value_pairs([]), Ok(ServiceSettings::default()));
+        let error_text = |key, value| ServiceSettings::from_key_value_pairs([(key, value)]).unwrap_err().to_string();
         assert!(
             error_text("consistency", "sticky")
                 .starts_with("consistency: consistency \"sticky\" is not known: expected")
@@ -341,7 +343,7 @@ mod tests {
     fn service_slot_bits_round_trip() {
         for mode in service_settings_combinations() {
             let expected_mode = ServiceSettings { forwarding: ForwardingMode::default(), ..mode };
-            assert_eq!(ServiceSettings::from_service_slot_bits(mode.service_slot_bits()), Some(expected_mode));
+            assert_eq!(ServiceSettings::from_service_slot_bits(mode.to_service_slot_bits()), Some(expected_mode));
         }
         for invalid_bits in
             [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20]
@@ -360,7 +362,7 @@ mod tests {
             assert_eq!(consistency.name().parse(), Ok(consistency));
         }
         assert_eq!(ConsistencyMode::HashTable.name(), "hash-table");
-        for timestamps in [TimestampOrigin::Server, TimestampOrigin::LoadBalancer, TimestampOrigin::Off] {
+        for timestamps in [CookieStamper::Server, CookieStamper::LoadBalancer, CookieStamper::Off] {
             assert_eq!(timestamps.name().parse(), Ok(timestamps));
         }
         assert!(

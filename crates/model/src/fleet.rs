@@ -4,30 +4,32 @@
 //! The network has no delay, so a report arrives, and its table becomes active, at the time of the measurement. Reports
 //! The network has no delay, so a report arrives, and its table becomes active, at the time of the measurement. Reports
 //! may be older than the table, because agents do not all report at once
-//! ([`SimulatedCluster::report_at_times_and_install`]). A table may become active after its creation
-//! ([`SimulatedCluster::report_and_compute_table`]).
+//! ([`SimulatedCluster::install_table_from_timed_reports`]). A table may become active after its creation
+//! ([`SimulatedCluster::collect_reports_and_compute_table`]).
 
 use std::sync::Arc;
 
-use crate::load::{CoreLoadTracker, CoreReadings, SmoothingWeight};
+use crate::load::{CoreBusyTimeReadings, CoreLoadTracker, SmoothingWeight};
 use crate::placement::{BucketCount, PlacementTable, PlacementTableState};
-use crate::policy::{Policy, PoolServer, RackSummary, ServerLoads, ServerPool};
+use crate::policy::{PlacementPolicy, PoolServer, RackSummary, ServerLoads, ServerPool};
 use crate::rss::{IndirectionTable, IndirectionTableError, RssConfig, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
 /// Method by which the servers' indirection tables are drawn. The server's id is the seed of its table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum IndirectionTableDraw {
-    /// Every core has the same number of entries (up to one more or less), as in [`IndirectionTable::balanced`].
+pub enum IndirectionTableFillRule {
+    /// Every core has the same number of entries (up to one more or less), as in
+    /// [`IndirectionTable::draw_balanced_entries`].
     #[default]
     Balanced,
-    /// The core of each entry is drawn independently, as in the CrossRSS paper (see [`IndirectionTable::independent`]).
+    /// The core of each entry is drawn independently, as in the CrossRSS paper (see
+    /// [`IndirectionTable::draw_independent_entries`]).
     Independent,
 }
 
 /// Composition of a simulated fleet. All servers have the same RSS key and the same number of cores.
 #[derive(Debug, Clone)]
-pub struct FleetPlan {
+pub struct SimulatedFleetPlan {
     /// Ids of the servers, in ascending order.
     pub servers: Vec<ServerId>,
     /// Number of cores of each server, at least 1.
@@ -39,17 +41,17 @@ pub struct FleetPlan {
     /// RSS key of all NICs.
     pub rss_key: RssKey,
     /// Method by which the servers' indirection tables are drawn.
-    pub indirection_table_draw: IndirectionTableDraw,
+    pub indirection_table_draw_method: IndirectionTableFillRule,
 }
 
 /// Simulated fleet of servers, with their loads in the controller and the active placement table.
 pub struct SimulatedCluster {
-    plan: FleetPlan,
+    plan: SimulatedFleetPlan,
     rss_configs: Vec<RssConfig>,
     load_trackers: Vec<CoreLoadTracker>,
     placement_table: PlacementTable,
     placement_state: PlacementTableState,
-    report_sequence: u64,
+    report_sequence_number: u64,
     /// Number of connections placed since the previous report.
     new_connection_count: u64,
     /// RSS keys used so far, each with its precomputed Toeplitz tables. The first one is the fleet's key.
@@ -57,7 +59,7 @@ pub struct SimulatedCluster {
     /// For each group of the active placement table, the index of its RSS key in `rss_hashers`.
     hasher_index_by_group: Vec<usize>,
     /// Whether each server, by its position in the plan, gets new connections from the next table on.
-    eligible_by_position: Vec<bool>,
+    is_eligible_by_server_position: Vec<bool>,
     counts_placements_as_requests: bool,
     rack_controllers: Option<RackControllers>,
 }
@@ -66,14 +68,14 @@ pub struct SimulatedCluster {
 pub struct RackControllers {
     /// One policy for each rack, which smooths the rack's loads. Racks have equally many servers (up to one more or
     /// less).
-    pub policies: Vec<Box<dyn Policy>>,
+    pub policy_by_rack: Vec<Box<dyn PlacementPolicy>>,
     /// Maximum number of candidates that a rack sends for each bucket.
     pub max_candidates_per_bucket: usize,
 }
 
 /// Size and parameters of a fleet whose ids and RSS key are not drawn yet.
 #[derive(Debug, Clone, Copy)]
-pub struct FleetShape {
+pub struct SimulatedFleetShape {
     /// Number of servers in the fleet.
     pub server_count: u16,
     /// Number of cores of each server, at least 1.
@@ -83,23 +85,28 @@ pub struct FleetShape {
     /// Weight of the newest report in the moving averages of the loads.
     pub load_ewma_alpha: SmoothingWeight,
     /// Method by which the servers' indirection tables are drawn.
-    pub indirection_table_draw: IndirectionTableDraw,
+    pub indirection_table_draw_method: IndirectionTableFillRule,
 }
 
-impl FleetShape {
+impl SimulatedFleetShape {
     /// Returns a plan with random ids and a random RSS key, as the controller draws them. Ids are sparse and seed the
     /// indirection tables, so each draw has different tables.
-    pub fn draw_plan(self, rng: &mut impl rand::Rng) -> FleetPlan {
-        let Self { server_count, cores_per_server, bucket_count, load_ewma_alpha: alpha, indirection_table_draw } =
-            self;
+    pub fn draw_plan(self, rng: &mut impl rand::Rng) -> SimulatedFleetPlan {
+        let Self {
+            server_count,
+            cores_per_server,
+            bucket_count,
+            load_ewma_alpha: alpha,
+            indirection_table_draw_method: indirection_table_draw,
+        } = self;
         let servers = draw_server_ids(server_count, rng);
-        FleetPlan {
+        SimulatedFleetPlan {
             servers,
             cores_per_server,
             bucket_count,
             load_ewma_alpha: alpha,
             rss_key: RssKey::random(rng),
-            indirection_table_draw,
+            indirection_table_draw_method: indirection_table_draw,
         }
     }
 }
@@ -115,11 +122,11 @@ fn draw_server_ids(server_count: u16, rng: &mut impl rand::Rng) -> Vec<ServerId>
 
 impl SimulatedCluster {
     /// Returns a fleet without reports. Fails if there are more buckets than an indirection table can have entries.
-    pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
+    pub fn new(plan: SimulatedFleetPlan) -> Result<Self, IndirectionTableError> {
         let entry_count = plan.bucket_count.get() as usize;
-        let draw_indirection_table = match plan.indirection_table_draw {
-            IndirectionTableDraw::Balanced => IndirectionTable::balanced,
-            IndirectionTableDraw::Independent => IndirectionTable::independent,
+        let draw_indirection_table = match plan.indirection_table_draw_method {
+            IndirectionTableFillRule::Balanced => IndirectionTable::draw_balanced_entries,
+            IndirectionTableFillRule::Independent => IndirectionTable::draw_independent_entries,
         };
         let rss_config_for = |server: &ServerId| {
             let indirection_table =
@@ -131,11 +138,11 @@ impl SimulatedCluster {
             load_trackers: vec![CoreLoadTracker::default(); plan.servers.len()],
             placement_table: PlacementTable::empty(plan.bucket_count),
             placement_state: PlacementTableState::default(),
-            report_sequence: 0,
+            report_sequence_number: 0,
             new_connection_count: 0,
             rss_hashers: vec![(plan.rss_key.clone(), plan.rss_key.toeplitz_tables())],
             hasher_index_by_group: Vec::new(),
-            eligible_by_position: vec![true; plan.servers.len()],
+            is_eligible_by_server_position: vec![true; plan.servers.len()],
             counts_placements_as_requests: false,
             rack_controllers: None,
             plan,
@@ -150,10 +157,10 @@ impl SimulatedCluster {
 
     /// Sets whether the server at position `server_position` takes new connections from the next report on.
     pub fn set_server_eligible(&mut self, server_position: usize, is_eligible: bool) {
-        self.eligible_by_position[server_position] = is_eligible;
+        self.is_eligible_by_server_position[server_position] = is_eligible;
     }
 
-    /// Makes each placement count as one request, as [`ServerPool::counting_placements_as_requests`] does.
+    /// Makes each placement count as one request, as [`ServerPool::with_placements_counted_as_requests`] does.
     pub fn enable_counting_placements_as_requests(&mut self) {
         self.counts_placements_as_requests = true;
     }
@@ -171,61 +178,69 @@ impl SimulatedCluster {
     /// Makes every agent report, computes a placement table by `policy`, and installs it. `busy_ns` is each core's
     /// total busy time so far, and `open_connections` is each server's number of open connections. Panics if
     /// `measured_ns` is not later than at the previous report.
-    pub fn report_and_install_table(
+    pub fn collect_reports_and_install_table(
         &mut self,
         measured_ns: u64,
         busy_ns: &[u64],
         open_connections: &[u32],
-        policy: &mut dyn Policy,
+        policy: &mut dyn PlacementPolicy,
     ) {
-        let table = self.report_and_compute_table(measured_ns, busy_ns, open_connections, policy);
+        let table = self.collect_reports_and_compute_table(measured_ns, busy_ns, open_connections, policy);
         self.install_table(table);
     }
 
-    /// Computes a placement table like [`SimulatedCluster::report_and_install_table`], with the same panics. The table
-    /// becomes active only by [`SimulatedCluster::install_table`].
-    pub fn report_and_compute_table(
+    /// Computes a placement table like [`SimulatedCluster::collect_reports_and_install_table`], with the same panics.
+    /// The table becomes active only by [`SimulatedCluster::install_table`].
+    pub fn collect_reports_and_compute_table(
         &mut self,
         measured_ns: u64,
         busy_ns: &[u64],
         open_connections: &[u32],
-        policy: &mut dyn Policy,
+        policy: &mut dyn PlacementPolicy,
     ) -> PlacementTable {
-        self.compute_table_at_times(&vec![Some(measured_ns); self.rss_configs.len()], busy_ns, open_connections, policy)
+        self.compute_table_from_timed_reports(
+            &vec![Some(measured_ns); self.rss_configs.len()],
+            busy_ns,
+            open_connections,
+            policy,
+        )
     }
 
-    /// Acts like [`SimulatedCluster::report_and_install_table`], with one time of measurement per server. `None` is for
-    /// a server that has not reported yet. Panics if a time is not later than the server's previous one.
-    pub fn report_at_times_and_install(
+    /// Acts like [`SimulatedCluster::collect_reports_and_install_table`], with one time of measurement per server.
+    /// `None` is for a server that has not reported yet. Panics if a time is not later than the server's previous one.
+    pub fn install_table_from_timed_reports(
         &mut self,
         measured_ns_by_server: &[Option<u64>],
         busy_ns: &[u64],
         open_connections: &[u32],
-        policy: &mut dyn Policy,
+        policy: &mut dyn PlacementPolicy,
     ) {
-        let table = self.compute_table_at_times(measured_ns_by_server, busy_ns, open_connections, policy);
+        let table = self.compute_table_from_timed_reports(measured_ns_by_server, busy_ns, open_connections, policy);
         self.install_table(table);
     }
 
-    fn compute_table_at_times(
+    fn compute_table_from_timed_reports(
         &mut self,
         measured_ns_by_server: &[Option<u64>],
         busy_ns: &[u64],
         open_connections: &[u32],
-        policy: &mut dyn Policy,
+        policy: &mut dyn PlacementPolicy,
     ) -> PlacementTable {
-        self.report_sequence += 1;
+        self.report_sequence_number += 1;
         let busy_ns_by_server = busy_ns.chunks(usize::from(self.plan.cores_per_server));
         for ((tracker, busy_ns), measured_ns) in
             self.load_trackers.iter_mut().zip(busy_ns_by_server).zip(measured_ns_by_server)
         {
             let Some(measured_ns) = *measured_ns else { continue };
-            let readings =
-                CoreReadings { report_sequence: self.report_sequence, measured_ns, busy_ns: busy_ns.to_vec() };
+            let readings = CoreBusyTimeReadings {
+                report_sequence_number: self.report_sequence_number,
+                measured_at_ns: measured_ns,
+                busy_ns_by_core: busy_ns.to_vec(),
+            };
             tracker.record_report(readings, self.plan.load_ewma_alpha).expect("reports are in order");
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
-            is_eligible: self.eligible_by_position[position],
+            is_eligible: self.is_eligible_by_server_position[position],
             loads: self.load_trackers[position].smoothed_loads().cloned().map(ServerLoads::Local),
             rss: Some(self.rss_configs[position].clone()),
             open_connection_count: open_connections[position],
@@ -236,9 +251,9 @@ impl SimulatedCluster {
             Some(rack_controllers) => rack_controllers.build_pool(servers, self.plan.bucket_count),
             None => ServerPool::new(servers, 1),
         };
-        let pool = pool.with_opened_connections(std::mem::take(&mut self.new_connection_count));
-        let pool = if self.counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool };
-        policy.compute_table(&pool, self.plan.bucket_count, self.report_sequence)
+        let pool = pool.with_opened_connection_count(std::mem::take(&mut self.new_connection_count));
+        let pool = if self.counts_placements_as_requests { pool.with_placements_counted_as_requests() } else { pool };
+        policy.compute_table(&pool, self.plan.bucket_count, self.report_sequence_number)
     }
 
     /// Activates a placement table as the data plane does. Its counts of assigned connections start at 0, and the
@@ -300,9 +315,9 @@ impl SimulatedCluster {
 impl RackControllers {
     /// Returns the controller's pool of servers, with a summary of each rack.
     fn build_pool(&mut self, servers: Vec<PoolServer>, bucket_count: BucketCount) -> ServerPool {
-        let rack_count = self.policies.len();
+        let rack_count = self.policy_by_rack.len();
         let first_server_position = |rack: usize| rack * servers.len() / rack_count;
-        let summaries = self.policies.iter_mut().enumerate().map(|(rack, policy)| {
+        let summaries = self.policy_by_rack.iter_mut().enumerate().map(|(rack, policy)| {
             let pool =
                 ServerPool::new(servers[first_server_position(rack)..first_server_position(rack + 1)].to_vec(), 1);
             Arc::new(RackSummary::from_pool(&pool, policy.as_mut(), bucket_count, self.max_candidates_per_bucket))
@@ -321,17 +336,17 @@ mod tests {
     use crate::policy::create_policy_by_name;
     use crate::rss::seeded_rng;
 
-    fn three_server_fleet(indirection_table_draw: IndirectionTableDraw) -> SimulatedCluster {
+    fn three_server_fleet(indirection_table_draw: IndirectionTableFillRule) -> SimulatedCluster {
         let servers = [3u64, 70, 9_000].map(|id| ServerId::try_from(id).unwrap()).to_vec();
         let key = RssKey::random(&mut seeded_rng(5, 5));
         let (bucket_count, alpha) = (BucketCount::PAPER_VALUE, SmoothingWeight::PAPER_VALUE);
-        SimulatedCluster::new(FleetPlan {
+        SimulatedCluster::new(SimulatedFleetPlan {
             servers,
             cores_per_server: 4,
             bucket_count,
             load_ewma_alpha: alpha,
             rss_key: key,
-            indirection_table_draw,
+            indirection_table_draw_method: indirection_table_draw,
         })
         .unwrap()
     }
@@ -344,10 +359,10 @@ mod tests {
     fn connections_reach_the_core_that_placement_table_and_rss_select() {
         for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
             let (mut fleet, mut policy) =
-                (three_server_fleet(IndirectionTableDraw::Independent), create_policy_by_name(name, 1).unwrap());
+                (three_server_fleet(IndirectionTableFillRule::Independent), create_policy_by_name(name, 1).unwrap());
             for (report_index, busy_ms) in [0u64, 50].into_iter().enumerate() {
                 let busy_ns: Vec<u64> = (0..12).map(|core| busy_ms * core * 1_000_000).collect();
-                fleet.report_and_install_table(
+                fleet.collect_reports_and_install_table(
                     report_index as u64 * 100_000_000,
                     &busy_ns,
                     &[5, 5, 5],
@@ -368,11 +383,11 @@ mod tests {
     #[test]
     fn busy_cores_get_no_new_connections() {
         let (mut fleet, mut policy) =
-            (three_server_fleet(IndirectionTableDraw::Balanced), create_policy_by_name("crossrss", 1).unwrap());
+            (three_server_fleet(IndirectionTableFillRule::Balanced), create_policy_by_name("crossrss", 1).unwrap());
         let mut busy_ns = vec![100_000_000; 12];
-        fleet.report_and_install_table(0, &[0; 12], &[0; 3], policy.as_mut());
+        fleet.collect_reports_and_install_table(0, &[0; 12], &[0; 3], policy.as_mut());
         busy_ns[4..8].fill(0);
-        fleet.report_and_install_table(100_000_000, &busy_ns, &[0; 3], policy.as_mut());
+        fleet.collect_reports_and_install_table(100_000_000, &busy_ns, &[0; 3], policy.as_mut());
         assert!((1..200).all(|port| (4..8).contains(&fleet.place_connection(&build_four_tuple(port)))));
     }
 }

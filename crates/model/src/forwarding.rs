@@ -71,11 +71,11 @@ impl std::str::FromStr for ForwardingMode {
 /// Returns the source port of GUE packets for a flow, as `flow_port()` of `bpf/lb/emit_gue.h` does. It is also the flow
 /// label in an IPv6 outer header. `port_bytes` are in network byte order, or 0 if unknown (later fragments, ICMP).
 pub fn gue_source_port(client: IpAddr, port_bytes: [u8; 4]) -> u16 {
-    const FIRST_GUE_PORT: u16 = 0xc000;
-    const PORT_HASH_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
-    let folded_client = fold_client_address(&CookieKey { k0: PORT_HASH_FACTOR, k1: PORT_HASH_FACTOR }, client);
+    const FIRST_GUE_SOURCE_PORT: u16 = 0xc000;
+    const GUE_PORT_HASH_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+    let folded_client = fold_client_address(&CookieKey { k0: GUE_PORT_HASH_FACTOR, k1: GUE_PORT_HASH_FACTOR }, client);
     let hash_input = u64::from(folded_client) | u64::from(u32::from_ne_bytes(port_bytes)) << 32;
-    FIRST_GUE_PORT | (hash_input.wrapping_mul(PORT_HASH_FACTOR) >> 50) as u16
+    FIRST_GUE_SOURCE_PORT | (hash_input.wrapping_mul(GUE_PORT_HASH_FACTOR) >> 50) as u16
 }
 
 #[cfg(test)]

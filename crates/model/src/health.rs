@@ -24,7 +24,7 @@ pub struct HealthCheck {
     /// Time after which a check without an answer counts as failed.
     pub timeout: Duration,
     /// Numbers of consecutive results after which the verdict changes.
-    pub thresholds: VerdictThresholds,
+    pub thresholds: HealthVerdictThresholds,
     /// Maximum fraction of the interval by which a check may start early.
     pub jitter: HealthCheckJitter,
 }
@@ -71,7 +71,7 @@ pub struct HttpStatusRange(RangeInclusive<u16>);
 
 impl HttpStatusRange {
     /// All valid status codes (RFC 9110, Sect. 15).
-    const ALL_STATUSES: RangeInclusive<u16> = 100..=599;
+    const ALL_HTTP_STATUSES: RangeInclusive<u16> = 100..=599;
 
     /// Returns the range of success and redirection (200 to 399).
     pub const fn success_or_redirect() -> Self {
@@ -80,7 +80,7 @@ impl HttpStatusRange {
 
     /// Returns the range from `first` to `last`, or `None` unless both are status codes and `first` is at most `last`.
     pub fn new(first: u16, last: u16) -> Option<Self> {
-        (Self::ALL_STATUSES.contains(&first) && Self::ALL_STATUSES.contains(&last) && first <= last)
+        (Self::ALL_HTTP_STATUSES.contains(&first) && Self::ALL_HTTP_STATUSES.contains(&last) && first <= last)
             .then_some(Self(first..=last))
     }
 
@@ -139,7 +139,7 @@ impl ProbeAddress {
 
 /// Treatment of new connections when no eligible server is up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum WhenAllDown {
+pub enum AllServersDownTreatment {
     /// New connections go to every server as if all were up. Wrong results of checks are more likely than a failure of
     /// all servers at once.
     #[default]
@@ -148,7 +148,7 @@ pub enum WhenAllDown {
     Drop,
 }
 
-impl WhenAllDown {
+impl AllServersDownTreatment {
     /// All treatments of new connections when no server is up.
     pub const ALL: [Self; 2] = [Self::FailOpen, Self::Drop];
 
@@ -163,12 +163,12 @@ impl WhenAllDown {
 
 /// Numbers of consecutive results of health checks after which the verdict changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct VerdictThresholds {
+pub struct HealthVerdictThresholds {
     rise: u32,
     fall: u32,
 }
 
-impl VerdictThresholds {
+impl HealthVerdictThresholds {
     /// Returns thresholds of `rise` successes for up and `fall` failures for down, or `None` if either number is 0.
     pub fn new(rise: u32, fall: u32) -> Option<Self> {
         (rise > 0 && fall > 0).then_some(Self { rise, fall })
@@ -218,7 +218,7 @@ pub enum HealthVerdict {
 
 /// State of the health checks of one server by one observer (load balancer).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct HealthTracker {
+pub struct ServerHealthTracker {
     verdict: Option<HealthVerdict>,
     /// Number of consecutive results that contradict the verdict.
     contrary_result_count: u32,
@@ -226,7 +226,7 @@ pub struct HealthTracker {
     consecutive_local_fault_count: u32,
 }
 
-impl HealthTracker {
+impl ServerHealthTracker {
     /// Returns the verdict, or `None` while there are too few results.
     pub fn verdict(&self) -> Option<HealthVerdict> {
         self.verdict
@@ -234,7 +234,7 @@ impl HealthTracker {
 
     /// Records the result of a check, and returns whether the verdict changes. A server without a verdict counts as up
     /// after one success, and as down after `fall` failures.
-    pub fn record_check_result(&mut self, has_passed: bool, thresholds: VerdictThresholds) -> bool {
+    pub fn record_check_result(&mut self, has_passed: bool, thresholds: HealthVerdictThresholds) -> bool {
         self.consecutive_local_fault_count = 0;
         let (is_contrary, threshold, new_verdict) = match self.verdict {
             None if has_passed => (true, 1, HealthVerdict::Up),
@@ -252,7 +252,7 @@ impl HealthTracker {
 
     /// Records that the observer could not check because of a fault of its own. After `fall` consecutive faults,
     /// withdraws the verdict and returns true.
-    pub fn record_local_fault(&mut self, thresholds: VerdictThresholds) -> bool {
+    pub fn record_local_fault(&mut self, thresholds: HealthVerdictThresholds) -> bool {
         self.consecutive_local_fault_count += 1;
         if self.verdict.is_none() || self.consecutive_local_fault_count < thresholds.fall {
             return false;

@@ -23,12 +23,12 @@ pub fn key_activation_time_ms(
     } else if stamping_key(previous_keys) != stamping_key(new_keys) {
         now_ms.wrapping_add(KEY_SWITCH_DELAY_MS)
     } else {
-        renew_activation_time_ms(*switch_ms, now_ms)
+        renewed_activation_time_ms(*switch_ms, now_ms)
     }
 }
 
 /// Returns the activation time `switch_ms`, or a later one if it is so old that it would soon seem to be in the future.
-pub fn renew_activation_time_ms(switch_ms: u32, now_ms: u32) -> u32 {
+pub fn renewed_activation_time_ms(switch_ms: u32, now_ms: u32) -> u32 {
     let age_ms = now_ms.wrapping_sub(switch_ms);
     // From an age of 2^31 ms on, a time seems to be in the future.
     if (MAX_ACTIVATION_AGE_MS..1 << 31).contains(&age_ms) {
@@ -87,7 +87,7 @@ mod tests {
             let stamping_key_index = current_keys.keys_for_tsval(now_ms, switch_ms).current_key_index;
             assert_eq!(stamping_key_index == current_keys.current_key_index, step > 0, "{now_ms} {switch_ms}");
             now_ms = now_ms.wrapping_add(123_456);
-            switch_ms = renew_activation_time_ms(switch_ms, now_ms);
+            switch_ms = renewed_activation_time_ms(switch_ms, now_ms);
         }
     }
 }

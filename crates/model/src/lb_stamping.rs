@@ -101,7 +101,7 @@ pub struct ServerClock {
     /// Number of SYN-ACKs with timestamps.
     pub timestamped_syn_ack_count: u64,
     /// Number of replies whose clock offset differed from that of an earlier reply of another connection.
-    pub disagreement_count: u64,
+    pub offset_disagreement_count: u64,
 }
 
 impl ServerClock {
@@ -117,7 +117,7 @@ impl ServerClock {
 
     /// Returns whether two connections of the server had different offsets.
     pub fn has_different_offsets(&self) -> bool {
-        self.disagreement_count > 0
+        self.offset_disagreement_count > 0
     }
 
     /// Records a SYN-ACK at `now_ms`, with its TSval if it has one. `connection_word` is the connection's
@@ -130,7 +130,7 @@ impl ServerClock {
         if self.agreeing_syn_ack_count == 0
             || !may_be_same_clock(offset_ms, self.newest_offset_ms, intf::LB_STAMPING_TOLERANCE_MS)
         {
-            self.disagreement_count += u64::from(self.agreeing_syn_ack_count > 0);
+            self.offset_disagreement_count += u64::from(self.agreeing_syn_ack_count > 0);
             self.agreeing_syn_ack_count = 1;
         } else if !self.is_shared_clock_verified() && connection_word != self.newest_connection_word {
             self.agreeing_syn_ack_count += 1;
@@ -168,7 +168,7 @@ impl ServerClock {
     /// new.
     pub fn record_stamped_reply(
         &mut self,
-        connection_offsets: &mut ConnectionOffsets,
+        connection_offsets: &mut ConnectionClockOffsets,
         hash: ConnectionHash,
         server_tsval_ms: u32,
         now_ms: u32,
@@ -179,13 +179,17 @@ impl ServerClock {
             if may_be_same_clock(offset_ms, shared_offset_ms, intf::LB_STAMPING_TOLERANCE_MS) {
                 return shared_offset_ms;
             }
-            self.disagreement_count = 1;
+            self.offset_disagreement_count = 1;
         }
-        connection_offsets.find_or_store(hash, offset_ms)
+        connection_offsets.find_or_store_offset_ms(hash, offset_ms)
     }
 
     /// Returns the clock offset of a stamped connection, or `None` if it is unknown.
-    pub fn connection_offset_ms(&self, connection_offsets: &ConnectionOffsets, hash: ConnectionHash) -> Option<u32> {
+    pub fn connection_offset_ms(
+        &self,
+        connection_offsets: &ConnectionClockOffsets,
+        hash: ConnectionHash,
+    ) -> Option<u32> {
         if self.has_different_offsets() { connection_offsets.find_offset_ms(hash) } else { self.shared_offset_ms }
     }
 }
@@ -193,29 +197,29 @@ impl ServerClock {
 /// Clock offsets of stamped connections to servers without a shared clock, as in `lb_stamped_offsets` of
 /// `bpf/lb/clocks.h`.
 #[derive(Debug, Default)]
-pub struct ConnectionOffsets {
+pub struct ConnectionClockOffsets {
     /// Tag and clock offset (ms) of a connection, by an index that the connection's hash selects.
-    offset_by_index: HashMap<u32, (u32, u32)>,
+    tag_and_offset_by_index: HashMap<u32, (u32, u32)>,
 }
 
-impl ConnectionOffsets {
+impl ConnectionClockOffsets {
     fn offset_table_index(hash: ConnectionHash) -> u32 {
         hash.low_half() % intf::LB_STAMPED_OFFSETS
     }
 
     fn find_offset_ms(&self, hash: ConnectionHash) -> Option<u32> {
-        self.offset_by_index
+        self.tag_and_offset_by_index
             .get(&Self::offset_table_index(hash))
             .filter(|(tag, _)| *tag == hash.entry_tag() | 1)
             .map(|(_, offset_ms)| *offset_ms)
     }
 
     /// Stores the offset of a connection if it is new, and returns the stored offset.
-    fn find_or_store(&mut self, hash: ConnectionHash, offset_ms: u32) -> u32 {
+    fn find_or_store_offset_ms(&mut self, hash: ConnectionHash, offset_ms: u32) -> u32 {
         let is_near_known_offset =
             |known_offset_ms: &u32| may_be_same_clock(offset_ms, *known_offset_ms, intf::LB_STAMPING_TOLERANCE_MS / 2);
         self.find_offset_ms(hash).filter(is_near_known_offset).unwrap_or_else(|| {
-            self.offset_by_index.insert(Self::offset_table_index(hash), (hash.entry_tag() | 1, offset_ms));
+            self.tag_and_offset_by_index.insert(Self::offset_table_index(hash), (hash.entry_tag() | 1, offset_ms));
             offset_ms
         })
     }
@@ -301,14 +305,14 @@ mod tests {
         for port in 2..5 {
             clock.record_syn_ack(port, Some(5_010_100), 10_000);
         }
-        assert!(clock.is_shared_clock_verified() && clock.disagreement_count == 0);
+        assert!(clock.is_shared_clock_verified() && clock.offset_disagreement_count == 0);
         assert_eq!(clock.shared_offset_ms, Some(5_000_100));
         // Small deviations keep the clock. A new clock ends stamping for new connections only.
         clock.record_syn_ack(9, Some(5_010_000), 10_200);
         assert_eq!((clock.shared_offset_ms, clock.is_shared_clock_verified()), (Some(5_000_100), true));
         clock.record_syn_ack(10, Some(77), 10_200);
         assert_eq!(
-            (clock.shared_offset_ms, clock.is_shared_clock_verified(), clock.disagreement_count),
+            (clock.shared_offset_ms, clock.is_shared_clock_verified(), clock.offset_disagreement_count),
             (Some(5_000_100), false, 1)
         );
         clock.record_syn_ack(11, None, 10_200);
@@ -321,7 +325,7 @@ mod tests {
 
     #[test]
     fn restarted_load_balancer_learns_clock_offsets_from_any_reply() {
-        let (mut clock, mut connection_offsets) = (ServerClock::default(), ConnectionOffsets::default());
+        let (mut clock, mut connection_offsets) = (ServerClock::default(), ConnectionClockOffsets::default());
         assert_eq!(clock.connection_offset_ms(&connection_offsets, connection_hash(1)), None);
         assert_eq!(clock.record_stamped_reply(&mut connection_offsets, connection_hash(1), 1_000, 400), 600);
         assert_eq!(clock.connection_offset_ms(&connection_offsets, connection_hash(2)), Some(600));
@@ -352,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn server_without_a_shared_clock_is_stamped_if_its_clocks_tick_in_ms() {
+    fn connection_clocks_that_tick_in_ms_permit_stamping() {
         assert!(!sampled_clock(3, 1.0).can_stamp_connections());
         assert!(sampled_clock(4, 1.0).can_stamp_connections() && !sampled_clock(4, 1.0).is_unsteady);
         // Delays of less than half of the distance between samples, 60 ms here.

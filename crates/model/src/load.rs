@@ -29,18 +29,18 @@ impl SmoothingWeight {
 
 /// Absolute busy times of a server's cores, as in one report of its agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CoreReadings {
+pub struct CoreBusyTimeReadings {
     /// Sequence number, which grows with every report of one agent process.
-    pub report_sequence: u64,
+    pub report_sequence_number: u64,
     /// Time of the measurement on the server's monotonic clock (ns).
-    pub measured_ns: u64,
+    pub measured_at_ns: u64,
     /// Busy time of each core since a fixed time (ns).
-    pub busy_ns: Vec<u64>,
+    pub busy_ns_by_core: Vec<u64>,
 }
 
 /// Reason for which the readings of a report are rejected.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum CoreReadingsRejection {
+pub enum BusyTimeReadingsRejection {
     /// The report is late, or was sent twice.
     #[error("report {sequence} after report {newest}: out of order")]
     OutOfOrder {
@@ -61,7 +61,7 @@ pub enum CoreReadingsRejection {
     #[error("a report without cores")]
     NoCores,
     /// A core was busy for longer than is possible between two reports.
-    #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MAX_ACCEPTED_LOAD}")]
+    #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MAX_ACCEPTED_CORE_LOAD}")]
     ImpossibleLoad {
         /// Index of the core.
         core: usize,
@@ -74,7 +74,7 @@ pub enum CoreReadingsRejection {
 /// rejected. A core is never busier than 1, but the kernel may count busy time late (once a second on a CPU without
 /// ticks). After a rejection, the interval is longer, so the late time is then within the limit. A false report cannot
 /// raise the average by more than the limit allows.
-pub const MAX_ACCEPTED_LOAD: f64 = 16.0;
+pub const MAX_ACCEPTED_CORE_LOAD: f64 = 16.0;
 
 /// Loads of one server's cores by receive queue, as fractions of their capacity. They are created once per report.
 /// Clones share the same loads, so that a comparison costs nothing.
@@ -121,10 +121,10 @@ impl PartialEq for CoreLoads {
 /// Tracker that computes the smoothed loads of one server's cores from its reports.
 #[derive(Debug, Clone, Default)]
 pub struct CoreLoadTracker {
-    newest_readings: Option<CoreReadings>,
+    newest_readings: Option<CoreBusyTimeReadings>,
     loads: Option<CoreLoads>,
     /// Whether the previous readings may come from an earlier stream of reports, because the agent restarted.
-    is_new_stream: bool,
+    is_new_report_stream: bool,
 }
 
 impl CoreLoadTracker {
@@ -135,28 +135,28 @@ impl CoreLoadTracker {
     /// Tracking restarts if the number of cores changed, or if a busy time decreased because the server was rebooted.
     pub fn record_report(
         &mut self,
-        readings: CoreReadings,
+        readings: CoreBusyTimeReadings,
         alpha: SmoothingWeight,
-    ) -> Result<(), CoreReadingsRejection> {
-        if readings.busy_ns.is_empty() {
-            return Err(CoreReadingsRejection::NoCores);
+    ) -> Result<(), BusyTimeReadingsRejection> {
+        if readings.busy_ns_by_core.is_empty() {
+            return Err(BusyTimeReadingsRejection::NoCores);
         }
         if let Some(newest_readings) = &self.newest_readings {
-            match core_loads_since(newest_readings, &readings, self.is_new_stream) {
+            match core_loads_between_readings(newest_readings, &readings, self.is_new_report_stream) {
                 Ok(Some(new_loads)) => self.update_smoothed_loads(new_loads, alpha),
                 Ok(None) => self.loads = None,
-                Err(_) if self.is_new_stream => self.loads = None,
+                Err(_) if self.is_new_report_stream => self.loads = None,
                 Err(rejection) => return Err(rejection),
             }
         }
-        self.is_new_stream = false;
+        self.is_new_report_stream = false;
         self.newest_readings = Some(readings);
         Ok(())
     }
 
     /// Starts a new stream of reports, with new sequence numbers, because the agent restarted. The loads are kept.
     pub fn start_report_stream(&mut self) {
-        self.is_new_stream = true;
+        self.is_new_report_stream = true;
     }
 
     /// Returns the smoothed load of each core as a fraction of its capacity, or `None` before the second report.
@@ -177,45 +177,45 @@ impl CoreLoadTracker {
 }
 
 /// Returns whether the server was rebooted since `newest_readings`: its core count changed, or a busy time decreased.
-fn has_server_rebooted(newest_readings: &CoreReadings, new_readings: &CoreReadings) -> bool {
-    newest_readings.busy_ns.len() != new_readings.busy_ns.len()
-        || newest_readings.busy_ns.iter().zip(&new_readings.busy_ns).any(|(old, new)| new < old)
+fn has_server_rebooted(newest_readings: &CoreBusyTimeReadings, new_readings: &CoreBusyTimeReadings) -> bool {
+    newest_readings.busy_ns_by_core.len() != new_readings.busy_ns_by_core.len()
+        || newest_readings.busy_ns_by_core.iter().zip(&new_readings.busy_ns_by_core).any(|(old, new)| new < old)
 }
 
 /// Returns the load of each core between two readings, or `None` if the server was rebooted meanwhile.
-fn core_loads_since(
-    newest_readings: &CoreReadings,
-    new_readings: &CoreReadings,
+fn core_loads_between_readings(
+    newest_readings: &CoreBusyTimeReadings,
+    new_readings: &CoreBusyTimeReadings,
     is_new_stream: bool,
-) -> Result<Option<Vec<f64>>, CoreReadingsRejection> {
-    if !is_new_stream && new_readings.report_sequence <= newest_readings.report_sequence {
-        return Err(CoreReadingsRejection::OutOfOrder {
-            sequence: new_readings.report_sequence,
-            newest: newest_readings.report_sequence,
+) -> Result<Option<Vec<f64>>, BusyTimeReadingsRejection> {
+    if !is_new_stream && new_readings.report_sequence_number <= newest_readings.report_sequence_number {
+        return Err(BusyTimeReadingsRejection::OutOfOrder {
+            sequence: new_readings.report_sequence_number,
+            newest: newest_readings.report_sequence_number,
         });
     }
     if has_server_rebooted(newest_readings, new_readings) {
         return Ok(None);
     }
-    if new_readings.measured_ns <= newest_readings.measured_ns {
-        let (measured_ns, newest_ns) = (new_readings.measured_ns, newest_readings.measured_ns);
-        return Err(CoreReadingsRejection::ClockStalled { measured_ns, newest_ns });
+    if new_readings.measured_at_ns <= newest_readings.measured_at_ns {
+        let (measured_ns, newest_ns) = (new_readings.measured_at_ns, newest_readings.measured_at_ns);
+        return Err(BusyTimeReadingsRejection::ClockStalled { measured_ns, newest_ns });
     }
     let core_loads = core_busy_fractions(newest_readings, new_readings);
-    match core_loads.iter().copied().enumerate().find(|(_, load)| *load > MAX_ACCEPTED_LOAD) {
-        Some((core, load)) => Err(CoreReadingsRejection::ImpossibleLoad { core, load }),
+    match core_loads.iter().copied().enumerate().find(|(_, load)| *load > MAX_ACCEPTED_CORE_LOAD) {
+        Some((core, load)) => Err(BusyTimeReadingsRejection::ImpossibleLoad { core, load }),
         None => Ok(Some(core_loads)),
     }
 }
 
 /// Returns the fraction of time for which each core was busy between two readings. The server must not have rebooted
 /// between them.
-fn core_busy_fractions(newest_readings: &CoreReadings, new_readings: &CoreReadings) -> Vec<f64> {
-    let elapsed_ns = (new_readings.measured_ns - newest_readings.measured_ns) as f64;
+fn core_busy_fractions(newest_readings: &CoreBusyTimeReadings, new_readings: &CoreBusyTimeReadings) -> Vec<f64> {
+    let elapsed_ns = (new_readings.measured_at_ns - newest_readings.measured_at_ns) as f64;
     newest_readings
-        .busy_ns
+        .busy_ns_by_core
         .iter()
-        .zip(&new_readings.busy_ns)
+        .zip(&new_readings.busy_ns_by_core)
         .map(|(old, new)| (new - old) as f64 / elapsed_ns)
         .collect()
 }
@@ -229,9 +229,13 @@ pub fn load_to_fixed_point(load: f64) -> u32 {
 mod tests {
     use super::*;
 
-    fn build_core_readings(report_sequence: u64, measured_ms: u64, busy_ms: &[u64]) -> CoreReadings {
+    fn build_core_readings(report_sequence: u64, measured_ms: u64, busy_ms: &[u64]) -> CoreBusyTimeReadings {
         let busy_ns = busy_ms.iter().map(|ms| ms * 1_000_000).collect();
-        CoreReadings { report_sequence, measured_ns: measured_ms * 1_000_000, busy_ns }
+        CoreBusyTimeReadings {
+            report_sequence_number: report_sequence,
+            measured_at_ns: measured_ms * 1_000_000,
+            busy_ns_by_core: busy_ns,
+        }
     }
 
     #[test]
@@ -267,7 +271,7 @@ mod tests {
         tracker.record_report(build_core_readings(8, 100, &[10]), SmoothingWeight::PAPER_VALUE).unwrap();
         let rejection =
             tracker.record_report(build_core_readings(8, 200, &[100]), SmoothingWeight::PAPER_VALUE).unwrap_err();
-        assert_eq!(rejection, CoreReadingsRejection::OutOfOrder { sequence: 8, newest: 8 });
+        assert_eq!(rejection, BusyTimeReadingsRejection::OutOfOrder { sequence: 8, newest: 8 });
         assert!(tracker.record_report(build_core_readings(9, 100, &[20]), SmoothingWeight::PAPER_VALUE).is_err());
         assert!(tracker.record_report(build_core_readings(9, 300, &[]), SmoothingWeight::PAPER_VALUE).is_err());
         assert_eq!(tracker.smoothed_loads(), Some(&[0.1].into_iter().collect()));
@@ -277,8 +281,11 @@ mod tests {
     fn each_stream_of_reports_has_its_own_sequence_numbers() {
         let mut tracker = CoreLoadTracker::default();
         tracker.record_report(build_core_readings(1, 0, &[0]), SmoothingWeight::PAPER_VALUE).unwrap();
-        let last_possible_readings =
-            CoreReadings { report_sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
+        let last_possible_readings = CoreBusyTimeReadings {
+            report_sequence_number: u64::MAX,
+            measured_at_ns: u64::MAX,
+            busy_ns_by_core: vec![0],
+        };
         tracker.record_report(last_possible_readings, SmoothingWeight::PAPER_VALUE).unwrap();
         assert!(tracker.record_report(build_core_readings(2, 100, &[10]), SmoothingWeight::PAPER_VALUE).is_err());
         tracker.start_report_stream();

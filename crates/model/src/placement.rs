@@ -15,7 +15,7 @@ use crate::rss::RssKey;
 use crate::{FourTuple, ServerId};
 
 /// Default time for which a placement table is valid. A restarted or newly elected controller sends a new table sooner.
-pub const DEFAULT_TABLE_LIFETIME: Duration = Duration::from_secs(10);
+pub const DEFAULT_PLACEMENT_TABLE_LIFETIME: Duration = Duration::from_secs(10);
 
 /// Number of buckets in a placement table, a power of two from 1 to 2048.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,15 +139,15 @@ pub struct PlacementTable {
     pub members: Vec<PlacementTableMember>,
     /// Server of each bucket for connections that cannot carry a cookie. It changes only if the pool of servers
     /// changes.
-    pub consistent_servers: Vec<ServerId>,
+    pub consistent_server_by_bucket: Vec<ServerId>,
     /// Previous server of each bucket, which may still have connections of the bucket (daisy chaining in Beamer,
     /// NSDI'18, Sect. 4.2). The list is empty if no bucket has moved.
-    pub previous_consistent_servers: Vec<Option<ServerId>>,
+    pub previous_consistent_server_by_bucket: Vec<Option<ServerId>>,
     /// Servers that are down, by id. SYNs and UDP packets of their flows go to other servers.
     pub down_servers: Vec<ServerId>,
     /// Age of the load of each core slot ([`PlacementTable::core_slots`]), as a number of tables. A load of age 0 is
     /// new. An old load does not include connections assigned since. The list is empty if all loads are new.
-    pub core_slot_ages: Vec<u32>,
+    pub load_age_by_core_slot: Vec<u32>,
 }
 
 /// Core slot of each core of a table, by which the next table takes over counts of assigned connections.
@@ -167,13 +167,13 @@ impl CoreSlotIndex {
 
     /// Returns the initial counts of assigned connections of `next_table`. A count is 0, or that of this table if the
     /// core has no newer load. `assigned_count_of_slot` returns this table's count.
-    pub fn initial_assigned_counts(
+    pub fn initial_connection_counts(
         &self,
         next_table: &PlacementTable,
         assigned_count_of_slot: impl Fn(u16) -> u32,
     ) -> Vec<u32> {
         let initial_assigned_count = |(slot, core): (usize, &ServerCore)| {
-            let load_age_tables = next_table.core_slot_ages.get(slot).copied().unwrap_or(0);
+            let load_age_tables = next_table.load_age_by_core_slot.get(slot).copied().unwrap_or(0);
             let is_newer_table = next_table.generation > self.generation;
             let is_count_needed = load_age_tables > 0
                 && is_newer_table
@@ -188,7 +188,7 @@ impl CoreSlotIndex {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PlacementTableState {
     /// Number of connections assigned since the table was installed, by core slot.
-    pub assigned_connection_counts: Vec<u32>,
+    pub assigned_connections_by_core_slot: Vec<u32>,
     /// Counter of placements by [`PlacementRule::RoundRobin`].
     pub round_robin_counter: u64,
 }
@@ -196,7 +196,7 @@ pub struct PlacementTableState {
 impl PlacementTableState {
     /// Returns the initial state of a new table.
     pub fn for_table(table: &PlacementTable) -> Self {
-        Self { assigned_connection_counts: vec![0; table.core_slots.len()], round_robin_counter: 0 }
+        Self { assigned_connections_by_core_slot: vec![0; table.core_slots.len()], round_robin_counter: 0 }
     }
 }
 
@@ -212,7 +212,7 @@ pub fn mix_hash(hash: u32) -> u64 {
 }
 
 /// Returns two random numbers below `count` from a mixed hash, by multiply and shift (Lemire 2019).
-pub fn draw_two_below(mixed_hash: u64, count: u32) -> (u32, u32) {
+pub fn draw_two_numbers_below(mixed_hash: u64, count: u32) -> (u32, u32) {
     let draw_below = |hash_half: u64| ((hash_half * u64::from(count)) >> 32) as u32;
     (draw_below(mixed_hash & 0xffff_ffff), draw_below(mixed_hash >> 32))
 }
@@ -230,10 +230,10 @@ impl PlacementTable {
             assignment_cost: 0,
             core_slots: Vec::new(),
             members: Vec::new(),
-            consistent_servers: Vec::new(),
-            previous_consistent_servers: Vec::new(),
+            consistent_server_by_bucket: Vec::new(),
+            previous_consistent_server_by_bucket: Vec::new(),
             down_servers: Vec::new(),
-            core_slot_ages: Vec::new(),
+            load_age_by_core_slot: Vec::new(),
         }
     }
 
@@ -250,12 +250,12 @@ impl PlacementTable {
         state: &mut PlacementTableState,
         hash_of_group: impl Fn(usize) -> u32,
     ) -> Option<ServerId> {
-        self.select_and_count_server(state, hash_of_group, |_| true)
+        self.select_server_and_count_connection(state, hash_of_group, |_| true)
     }
 
     /// Selects a server like [`PlacementTable::select_server_by_hash`], but counts the connection as assigned only if
     /// `can_take_connection` is true for the server. Otherwise the data plane sends the connection elsewhere.
-    pub fn select_and_count_server(
+    pub fn select_server_and_count_connection(
         &self,
         state: &mut PlacementTableState,
         hash_of_group: impl Fn(usize) -> u32,
@@ -266,9 +266,11 @@ impl PlacementTable {
         }
         match self.rule {
             PlacementRule::Table => self
-                .find_least_candidate(hash_of_group, |candidate| u64::from(candidate.fixed_point_load))
+                .find_least_cost_candidate(hash_of_group, |candidate| u64::from(candidate.fixed_point_load))
                 .map(|c| c.server),
-            PlacementRule::LeastAssigned => self.choose_least_assigned(state, hash_of_group, can_take_connection),
+            PlacementRule::LeastAssigned => {
+                self.choose_least_assigned_server(state, hash_of_group, can_take_connection)
+            }
             PlacementRule::RoundRobin => {
                 let placement_number = state.round_robin_counter;
                 state.round_robin_counter += 1;
@@ -287,9 +289,9 @@ impl PlacementTable {
     }
 
     /// Returns the server of a connection without timestamps, which does not depend on the loads.
-    pub fn consistent_server(&self, tuple: &FourTuple) -> Option<ServerId> {
+    pub fn select_consistent_server(&self, tuple: &FourTuple) -> Option<ServerId> {
         let key = self.rss_key_by_group.first()?;
-        self.consistent_servers
+        self.consistent_server_by_bucket
             .get(self.bucket_count.bucket_of_hash(key.toeplitz_hash(&tuple.bytes())) as usize)
             .copied()
     }
@@ -302,7 +304,7 @@ impl PlacementTable {
         &self.candidates[first_candidate_index..first_candidate_index + candidates_per_bucket]
     }
 
-    fn choose_least_assigned(
+    fn choose_least_assigned_server(
         &self,
         state: &mut PlacementTableState,
         hash_of_group: impl Fn(usize) -> u32,
@@ -310,13 +312,13 @@ impl PlacementTable {
     ) -> Option<ServerId> {
         let candidate_cost = |candidate: &CandidateCore| {
             let assigned_connection_count =
-                state.assigned_connection_counts.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
+                state.assigned_connections_by_core_slot.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
             u64::from(candidate.fixed_point_load)
                 + u64::from(assigned_connection_count) * u64::from(self.assignment_cost)
         };
-        let least_candidate = self.find_least_candidate(hash_of_group, candidate_cost)?;
+        let least_candidate = self.find_least_cost_candidate(hash_of_group, candidate_cost)?;
         if let Some(assigned_count) = state
-            .assigned_connection_counts
+            .assigned_connections_by_core_slot
             .get_mut(usize::from(least_candidate.core_slot))
             .filter(|_| can_take_connection(least_candidate.server))
         {
@@ -327,7 +329,7 @@ impl PlacementTable {
 
     /// Returns the first candidate of least cost among all groups. The rule `Table` uses only each bucket's first
     /// candidate.
-    fn find_least_candidate(
+    fn find_least_cost_candidate(
         &self,
         hash_of_group: impl Fn(usize) -> u32,
         cost: impl Fn(&CandidateCore) -> u64,
@@ -342,7 +344,7 @@ impl PlacementTable {
     }
 
     fn draw_two_members(&self, hash: u32) -> (PlacementTableMember, PlacementTableMember) {
-        let (first_index, second_index) = draw_two_below(mix_hash(hash), self.members.len() as u32);
+        let (first_index, second_index) = draw_two_numbers_below(mix_hash(hash), self.members.len() as u32);
         (self.members[first_index as usize], self.members[second_index as usize])
     }
 }
@@ -407,10 +409,10 @@ mod tests {
                 .zip(loads)
                 .map(|(server, load)| PlacementTableMember { server: *server, fixed_point_load: *load })
                 .collect(),
-            consistent_servers: rendezvous_table(&servers, bucket_count),
-            previous_consistent_servers: Vec::new(),
+            consistent_server_by_bucket: rendezvous_table(&servers, bucket_count),
+            previous_consistent_server_by_bucket: Vec::new(),
             down_servers: Vec::new(),
-            core_slot_ages: Vec::new(),
+            load_age_by_core_slot: Vec::new(),
         }
     }
 
@@ -430,7 +432,7 @@ mod tests {
         let selected_ids: Vec<u16> =
             (0..5).map(|port| table.select_server(&mut state, &build_four_tuple(port)).unwrap().get()).collect();
         assert_eq!(selected_ids, [1, 1, 1, 2, 1]);
-        assert_eq!(state.assigned_connection_counts, [4, 1, 0]);
+        assert_eq!(state.assigned_connections_by_core_slot, [4, 1, 0]);
     }
 
     #[test]

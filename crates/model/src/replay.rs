@@ -3,16 +3,16 @@
 
 use crate::ServerId;
 use crate::arrivals::{ArrivalLog, ConnectionArrival};
-use crate::fleet::{FleetPlan, FleetShape, IndirectionTableDraw, SimulatedCluster};
+use crate::fleet::{IndirectionTableFillRule, SimulatedCluster, SimulatedFleetPlan, SimulatedFleetShape};
 use crate::load::SmoothingWeight;
 use crate::placement::BucketCount;
-use crate::policy::Policy;
+use crate::policy::PlacementPolicy;
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 use crate::statistics::{mean, variance_pct};
 
 /// Settings of a simulated replay of an arrival log.
 #[derive(Debug, Clone, Copy)]
-pub struct ReplaySettings {
+pub struct ArrivalReplaySettings {
     /// Number of servers. Their ids are 1 to `server_count`.
     pub server_count: u16,
     /// Number of cores of each server.
@@ -31,7 +31,7 @@ pub struct ReplaySettings {
     pub seed: u64,
 }
 
-impl Default for ReplaySettings {
+impl Default for ArrivalReplaySettings {
     /// Returns the pool of the CrossRSS paper (CoNEXT'20, Sect. 3), with 4 servers of 4 cores, 128 buckets and reports
     /// at 10 Hz.
     fn default() -> Self {
@@ -62,36 +62,36 @@ pub enum ReplayReportPhase {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WorkVariances {
     /// Variance of the work per server (%).
-    pub server_pct: f64,
+    pub across_servers_pct: f64,
     /// Variance of the work per core (%).
-    pub core_pct: f64,
+    pub across_cores_pct: f64,
 }
 
-impl ReplaySettings {
+impl ArrivalReplaySettings {
     fn bin_duration_us(&self) -> u64 {
-        self.report_interval_us / BINS_PER_REPORT
+        self.report_interval_us / TIME_BINS_PER_REPORT_INTERVAL
     }
 }
 
 /// Method by which connections are placed on cores.
-pub enum PlacementMethod<'a> {
+pub enum ReplayPlacementMethod<'a> {
     /// A policy places connections on servers, and RSS places them on cores, as in operation.
-    Policy(&'a mut dyn Policy),
+    Policy(&'a mut dyn PlacementPolicy),
     /// Each connection goes to the core on which its requests add least to the sum of squares of the work per core and
     /// window. Unlike in a real load balancer, all future requests are known, so the remaining variance is the noise
     /// floor.
     Oracle,
 }
 
-const VARIANCE_WINDOW_US: u64 = 1_000_000;
+const LOAD_VARIANCE_WINDOW_US: u64 = 1_000_000;
 /// Number of time bins per report interval, in which work is counted. At the demo's interval of 100 ms, a bin is 2 ms,
 /// which is small compared with a request's work of 7.5 ms. With bins of 10 ms, reports would be 5 ms too young on
 /// average, which would affect the variances of crossrss-plus.
-const BINS_PER_REPORT: u64 = 50;
+const TIME_BINS_PER_REPORT_INTERVAL: u64 = 50;
 
 /// Change of the pool during a replay, at which a server starts or stops taking new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PoolChange {
+pub struct ReplayPoolChange {
     /// Time of the change (us after the log's start).
     pub time_us: u64,
     /// Index of the server, from 0.
@@ -103,17 +103,17 @@ pub struct PoolChange {
 /// Replays the log, and returns the variances of the work that servers and cores performed.
 pub fn replay_for_variances(
     log: &ArrivalLog,
-    settings: ReplaySettings,
-    placement_method: PlacementMethod<'_>,
+    settings: ArrivalReplaySettings,
+    placement_method: ReplayPlacementMethod<'_>,
 ) -> WorkVariances {
     let server_id = |number: u16| ServerId::try_from(u64::from(number)).expect("few servers");
-    let plan = FleetPlan {
+    let plan = SimulatedFleetPlan {
         servers: (1..=settings.server_count).map(server_id).collect(),
         cores_per_server: settings.cores_per_server,
         bucket_count: settings.bucket_count,
         load_ewma_alpha: settings.load_ewma_alpha,
         rss_key: RssKey::random(&mut seeded_rng(settings.seed, RSS_KEY_RNG_STREAM)),
-        indirection_table_draw: IndirectionTableDraw::Balanced,
+        indirection_table_draw_method: IndirectionTableFillRule::Balanced,
     };
     replay_log(log, settings, plan, &[], placement_method).compute_variances(settings)
 }
@@ -122,22 +122,22 @@ pub fn replay_for_variances(
 /// the beginning of each second and at the end of the last second. `changes` are sorted by time.
 pub fn replay_for_busy_times(
     log: &ArrivalLog,
-    settings: ReplaySettings,
-    changes: &[PoolChange],
-    policy: &mut dyn Policy,
+    settings: ArrivalReplaySettings,
+    changes: &[ReplayPoolChange],
+    policy: &mut dyn PlacementPolicy,
 ) -> Vec<Vec<u64>> {
-    let ReplaySettings { server_count, cores_per_server, bucket_count, load_ewma_alpha: alpha, .. } = settings;
-    let fleet_shape = FleetShape {
+    let ArrivalReplaySettings { server_count, cores_per_server, bucket_count, load_ewma_alpha: alpha, .. } = settings;
+    let fleet_shape = SimulatedFleetShape {
         server_count,
         cores_per_server,
         bucket_count,
         load_ewma_alpha: alpha,
-        indirection_table_draw: IndirectionTableDraw::Balanced,
+        indirection_table_draw_method: IndirectionTableFillRule::Balanced,
     };
     let plan = fleet_shape.draw_plan(&mut seeded_rng(settings.seed, DRAWN_FLEET_RNG_STREAM));
-    let state = replay_log(log, settings, plan, changes, PlacementMethod::Policy(policy));
-    let bins_per_second = (VARIANCE_WINDOW_US / settings.bin_duration_us()) as usize;
-    let second_count = (log.duration_us / VARIANCE_WINDOW_US) as usize;
+    let state = replay_log(log, settings, plan, changes, ReplayPlacementMethod::Policy(policy));
+    let bins_per_second = (LOAD_VARIANCE_WINDOW_US / settings.bin_duration_us()) as usize;
+    let second_count = (log.duration_us / LOAD_VARIANCE_WINDOW_US) as usize;
     let busy_ns_before_second =
         |bins: &Vec<u64>, second: usize| bins[..second * bins_per_second].iter().sum::<u64>() * 1_000;
     (0..=second_count)
@@ -147,10 +147,10 @@ pub fn replay_for_busy_times(
 
 fn replay_log(
     log: &ArrivalLog,
-    settings: ReplaySettings,
-    plan: FleetPlan,
-    changes: &[PoolChange],
-    mut placement_method: PlacementMethod<'_>,
+    settings: ArrivalReplaySettings,
+    plan: SimulatedFleetPlan,
+    changes: &[ReplayPoolChange],
+    mut placement_method: ReplayPlacementMethod<'_>,
 ) -> ReplayState {
     let mut state = ReplayState::new(log, settings, plan);
     let mut changes = changes.iter().peekable();
@@ -167,7 +167,7 @@ fn replay_log(
             while let Some(change) = changes.next_if(|change| change.time_us <= next_report_us) {
                 state.cluster.set_server_eligible(usize::from(change.server_index), change.is_eligible);
             }
-            state.report_and_install_table(next_report_us, &mut placement_method);
+            state.collect_reports_and_install_table(next_report_us, &mut placement_method);
             next_report_us += settings.report_interval_us;
         }
         if core_by_connection[connection] == usize::MAX {
@@ -179,10 +179,10 @@ fn replay_log(
 }
 
 struct ReplayState {
-    settings: ReplaySettings,
+    settings: ArrivalReplaySettings,
     cluster: SimulatedCluster,
     /// Time at which each core has finished its work (us), by the core's number in the fleet.
-    free_time_us_by_core: Vec<u64>,
+    idle_from_us_by_core: Vec<u64>,
     busy_us_by_core_and_bin: Vec<Vec<u64>>,
     /// Busy time of each core in its server's last report (us).
     reported_busy_us_by_core: Vec<u64>,
@@ -190,22 +190,26 @@ struct ReplayState {
     /// Age of each server's report when a table is computed, as a number of bins.
     report_age_bins_by_server: Vec<usize>,
     /// Times at which the open connections of each core end (us).
-    end_times_us_by_core: Vec<Vec<u64>>,
+    connection_end_us_by_core: Vec<Vec<u64>>,
     /// Work of all connections placed so far (us), by core and by the variance window in which the work is due.
     planned_work_us_by_core: Vec<Vec<u64>>,
 }
 
 impl ReplayState {
-    fn new(log: &ArrivalLog, settings: ReplaySettings, plan: FleetPlan) -> Self {
+    fn new(log: &ArrivalLog, settings: ArrivalReplaySettings, plan: SimulatedFleetPlan) -> Self {
         let mut cluster = SimulatedCluster::new(plan).expect("as many entries as buckets");
-        let (core_count, bin_count) =
-            (cluster.core_count(), (log.duration_us / settings.bin_duration_us() + 2 * BINS_PER_REPORT) as usize);
+        let (core_count, bin_count) = (
+            cluster.core_count(),
+            (log.duration_us / settings.bin_duration_us() + 2 * TIME_BINS_PER_REPORT_INTERVAL) as usize,
+        );
         let mut rng = seeded_rng(settings.seed, REPORT_PHASE_RNG_STREAM);
         let report_age_bins_by_server = match settings.report_phase {
             ReplayReportPhase::Aligned => vec![0; usize::from(settings.server_count)],
             ReplayReportPhase::Random => {
                 cluster.set_round_robin_counter(uniform_below(&mut rng, u32::MAX).into());
-                (0..settings.server_count).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
+                (0..settings.server_count)
+                    .map(|_| uniform_below(&mut rng, TIME_BINS_PER_REPORT_INTERVAL as u32) as usize)
+                    .collect()
             }
         };
         Self {
@@ -213,18 +217,21 @@ impl ReplayState {
             reported_bin_count_by_core: vec![0; core_count],
             settings,
             cluster,
-            free_time_us_by_core: vec![0; core_count],
+            idle_from_us_by_core: vec![0; core_count],
             busy_us_by_core_and_bin: vec![vec![0; bin_count]; core_count],
             reported_busy_us_by_core: vec![0; core_count],
-            end_times_us_by_core: vec![Vec::new(); core_count],
-            planned_work_us_by_core: vec![vec![0; (log.duration_us / VARIANCE_WINDOW_US + 2) as usize]; core_count],
+            connection_end_us_by_core: vec![Vec::new(); core_count],
+            planned_work_us_by_core: vec![
+                vec![0; (log.duration_us / LOAD_VARIANCE_WINDOW_US + 2) as usize];
+                core_count
+            ],
         }
     }
 
-    fn report_and_install_table(&mut self, now_us: u64, placement_method: &mut PlacementMethod<'_>) {
+    fn collect_reports_and_install_table(&mut self, now_us: u64, placement_method: &mut ReplayPlacementMethod<'_>) {
         let bin_duration_us = self.settings.bin_duration_us();
         let bin_index = (now_us / bin_duration_us) as usize;
-        for core in 0..self.free_time_us_by_core.len() {
+        for core in 0..self.idle_from_us_by_core.len() {
             let reported_bin_count = bin_index
                 .saturating_sub(self.report_age_bins_by_server[core / usize::from(self.settings.cores_per_server)]);
             let new_busy_us = self.busy_us_by_core_and_bin[core]
@@ -233,19 +240,19 @@ impl ReplayState {
                 .skip(self.reported_bin_count_by_core[core]);
             self.reported_busy_us_by_core[core] += new_busy_us.sum::<u64>();
             self.reported_bin_count_by_core[core] = reported_bin_count;
-            self.end_times_us_by_core[core].retain(|end_us| *end_us > now_us);
+            self.connection_end_us_by_core[core].retain(|end_us| *end_us > now_us);
         }
-        let PlacementMethod::Policy(policy) = placement_method else { return };
+        let ReplayPlacementMethod::Policy(policy) = placement_method else { return };
         let measured_ns_at_age =
             |age: &usize| bin_index.checked_sub(*age).map(|bin| bin as u64 * bin_duration_us * 1_000);
         let measured_ns_by_server: Vec<Option<u64>> =
             self.report_age_bins_by_server.iter().map(measured_ns_at_age).collect();
         let busy_ns_by_core: Vec<u64> = self.reported_busy_us_by_core.iter().map(|us| us * 1_000).collect();
-        let end_times_by_server = self.end_times_us_by_core.chunks(usize::from(self.settings.cores_per_server));
+        let end_times_by_server = self.connection_end_us_by_core.chunks(usize::from(self.settings.cores_per_server));
         let open_connection_count_by_server: Vec<u32> = end_times_by_server
             .map(|cores| cores.iter().map(|connection_ends| connection_ends.len() as u32).sum())
             .collect();
-        self.cluster.report_at_times_and_install(
+        self.cluster.install_table_from_timed_reports(
             &measured_ns_by_server,
             &busy_ns_by_core,
             &open_connection_count_by_server,
@@ -257,18 +264,18 @@ impl ReplayState {
         &mut self,
         log: &ArrivalLog,
         connection_index: usize,
-        placement_method: &PlacementMethod<'_>,
+        placement_method: &ReplayPlacementMethod<'_>,
     ) -> usize {
         let arrival = &log.arrivals[connection_index];
         let core = match placement_method {
-            PlacementMethod::Policy(_) => self.cluster.place_connection(&arrival.four_tuple()),
-            PlacementMethod::Oracle => self.choose_oracle_core(arrival),
+            ReplayPlacementMethod::Policy(_) => self.cluster.place_connection(&arrival.four_tuple()),
+            ReplayPlacementMethod::Oracle => self.choose_oracle_core(arrival),
         };
         for index in 0..arrival.request_count {
-            self.planned_work_us_by_core[core][(arrival.request_due_us(index) / VARIANCE_WINDOW_US) as usize] +=
+            self.planned_work_us_by_core[core][(arrival.request_due_us(index) / LOAD_VARIANCE_WINDOW_US) as usize] +=
                 u64::from(arrival.service_us);
         }
-        self.end_times_us_by_core[core].push(arrival.last_request_due_us() + u64::from(arrival.service_us));
+        self.connection_end_us_by_core[core].push(arrival.last_request_due_us() + u64::from(arrival.service_us));
         core
     }
 
@@ -276,18 +283,18 @@ impl ReplayState {
     /// core's work x by 2xw + w^2, where w^2 is the same for every core.
     fn choose_oracle_core(&self, arrival: &ConnectionArrival) -> usize {
         let window_indexes: Vec<usize> = (0..arrival.request_count)
-            .map(|index| (arrival.request_due_us(index) / VARIANCE_WINDOW_US) as usize)
+            .map(|index| (arrival.request_due_us(index) / LOAD_VARIANCE_WINDOW_US) as usize)
             .collect();
         let planned_work_in_windows = |core: &usize| -> u64 {
             window_indexes.iter().map(|window| self.planned_work_us_by_core[*core][*window]).sum()
         };
-        (0..self.end_times_us_by_core.len()).min_by_key(planned_work_in_windows).expect("at least one core")
+        (0..self.connection_end_us_by_core.len()).min_by_key(planned_work_in_windows).expect("at least one core")
     }
 
     fn serve_request(&mut self, core: usize, due_us: u64, service_us: u64) {
-        let start_us = self.free_time_us_by_core[core].max(due_us);
+        let start_us = self.idle_from_us_by_core[core].max(due_us);
         let end_us = start_us + service_us;
-        self.free_time_us_by_core[core] = end_us;
+        self.idle_from_us_by_core[core] = end_us;
         let bin_duration_us = self.settings.bin_duration_us();
         let mut part_start_us = start_us;
         while part_start_us < end_us {
@@ -300,10 +307,11 @@ impl ReplayState {
         }
     }
 
-    fn compute_variances(&self, settings: ReplaySettings) -> WorkVariances {
-        let bins_per_window = (VARIANCE_WINDOW_US / settings.bin_duration_us()) as usize;
+    fn compute_variances(&self, settings: ArrivalReplaySettings) -> WorkVariances {
+        let bins_per_window = (LOAD_VARIANCE_WINDOW_US / settings.bin_duration_us()) as usize;
         let first_bin_index = (settings.warm_up_time_us / settings.bin_duration_us()) as usize;
-        let last_bin_index = self.busy_us_by_core_and_bin.first().map_or(0, Vec::len) - 2 * BINS_PER_REPORT as usize;
+        let last_bin_index =
+            self.busy_us_by_core_and_bin.first().map_or(0, Vec::len) - 2 * TIME_BINS_PER_REPORT_INTERVAL as usize;
         let (mut servers_pct, mut cores_pct) = (Vec::new(), Vec::new());
         for start in (first_bin_index..(last_bin_index + 1).saturating_sub(bins_per_window)).step_by(bins_per_window) {
             let work_by_core: Vec<f64> = self
@@ -316,7 +324,10 @@ impl ReplayState {
             servers_pct.extend(variance_pct(&work_by_server));
             cores_pct.extend(variance_pct(&work_by_core));
         }
-        WorkVariances { server_pct: mean(&servers_pct).unwrap_or(0.0), core_pct: mean(&cores_pct).unwrap_or(0.0) }
+        WorkVariances {
+            across_servers_pct: mean(&servers_pct).unwrap_or(0.0),
+            across_cores_pct: mean(&cores_pct).unwrap_or(0.0),
+        }
     }
 }
 
@@ -331,7 +342,7 @@ const REPORT_PHASE_RNG_STREAM: u64 = 7;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arrivals::Workload;
+    use crate::arrivals::ConnectionWorkload;
     use crate::statistics::median;
 
     /// Seeds of the replays, which were chosen before any result was known.
@@ -339,43 +350,49 @@ mod tests {
 
     fn median_variances(policy_name: &str) -> WorkVariances {
         let variances_for_seed = |seed| {
-            let settings = ReplaySettings { seed, ..ReplaySettings::default() };
+            let settings = ArrivalReplaySettings { seed, ..ArrivalReplaySettings::default() };
             let mut policy = crate::policy::create_policy_by_name(policy_name, seed).unwrap();
             replay_for_variances(
-                &Workload::default().generate(seed),
+                &ConnectionWorkload::default().generate(seed),
                 settings,
-                PlacementMethod::Policy(policy.as_mut()),
+                ReplayPlacementMethod::Policy(policy.as_mut()),
             )
         };
         let variances_by_seed: Vec<WorkVariances> = REPLAY_SEEDS.map(variances_for_seed).collect();
         let median_variance = |value: fn(&WorkVariances) -> f64| {
             median(&variances_by_seed.iter().map(value).collect::<Vec<_>>()).unwrap()
         };
-        WorkVariances { server_pct: median_variance(|v| v.server_pct), core_pct: median_variance(|v| v.core_pct) }
+        WorkVariances {
+            across_servers_pct: median_variance(|v| v.across_servers_pct),
+            across_cores_pct: median_variance(|v| v.across_cores_pct),
+        }
     }
 
     #[test]
     fn core_aware_policies_have_less_variance_than_others() {
         let [hash, rr, crossrss, plus] = ["hash", "rr", "crossrss", "crossrss-plus"].map(median_variances);
-        let oracle =
-            replay_for_variances(&Workload::default().generate(1), ReplaySettings::default(), PlacementMethod::Oracle);
+        let oracle = replay_for_variances(
+            &ConnectionWorkload::default().generate(1),
+            ArrivalReplaySettings::default(),
+            ReplayPlacementMethod::Oracle,
+        );
         println!("hash {hash:?}\nrr {rr:?}\ncrossrss {crossrss:?}\ncrossrss-plus {plus:?}\noracle {oracle:?}");
-        assert!(crossrss.core_pct * 5.0 <= hash.core_pct, "crossrss {crossrss:?}, hash {hash:?}");
-        assert!(crossrss.server_pct <= rr.server_pct, "crossrss {crossrss:?}, rr {rr:?}");
-        assert!(plus.core_pct <= crossrss.core_pct, "crossrss-plus {plus:?}, crossrss {crossrss:?}");
-        assert!(oracle.core_pct <= plus.core_pct, "oracle {oracle:?}, crossrss-plus {plus:?}");
+        assert!(crossrss.across_cores_pct * 5.0 <= hash.across_cores_pct, "crossrss {crossrss:?}, hash {hash:?}");
+        assert!(crossrss.across_servers_pct <= rr.across_servers_pct, "crossrss {crossrss:?}, rr {rr:?}");
+        assert!(plus.across_cores_pct <= crossrss.across_cores_pct, "crossrss-plus {plus:?}, crossrss {crossrss:?}");
+        assert!(oracle.across_cores_pct <= plus.across_cores_pct, "oracle {oracle:?}, crossrss-plus {plus:?}");
     }
 
     #[test]
     fn server_that_left_the_pool_still_serves_its_open_connections() {
-        let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
-        let pool_change = |second: u64, server, is_eligible| PoolChange {
+        let log = ConnectionWorkload { duration_us: 8_000_000, ..ConnectionWorkload::default() }.generate(3);
+        let pool_change = |second: u64, server, is_eligible| ReplayPoolChange {
             time_us: second * 1_000_000,
             server_index: server,
             is_eligible,
         };
         let changes = [pool_change(0, 4, false), pool_change(3, 4, true), pool_change(4, 0, false)];
-        let settings = ReplaySettings { server_count: 5, ..ReplaySettings::default() };
+        let settings = ArrivalReplaySettings { server_count: 5, ..ArrivalReplaySettings::default() };
         let mut policy = crate::policy::create_policy_by_name("rr", 1).unwrap();
         let busy_ns_by_second = replay_for_busy_times(&log, settings, &changes, policy.as_mut());
         assert_eq!(busy_ns_by_second.len(), 9);
@@ -391,24 +408,25 @@ mod tests {
     }
 
     #[test]
-    fn report_age_equals_the_agents_phase() {
-        let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
-        let settings = ReplaySettings { report_phase: ReplayReportPhase::Random, ..ReplaySettings::default() };
-        let plan = FleetShape {
+    fn report_age_equals_the_report_phase_of_its_agent() {
+        let log = ConnectionWorkload { duration_us: 8_000_000, ..ConnectionWorkload::default() }.generate(3);
+        let settings =
+            ArrivalReplaySettings { report_phase: ReplayReportPhase::Random, ..ArrivalReplaySettings::default() };
+        let plan = SimulatedFleetShape {
             server_count: settings.server_count,
             cores_per_server: settings.cores_per_server,
             bucket_count: settings.bucket_count,
             load_ewma_alpha: settings.load_ewma_alpha,
-            indirection_table_draw: IndirectionTableDraw::Balanced,
+            indirection_table_draw_method: IndirectionTableFillRule::Balanced,
         };
         let plan = plan.draw_plan(&mut seeded_rng(1, DRAWN_FLEET_RNG_STREAM));
         let mut state = ReplayState::new(&log, settings, plan);
         state.report_age_bins_by_server = vec![0, 15, 45, 25];
         (0..4).for_each(|server| state.serve_request(server * 4, 0, 150_000));
         let mut policy = crate::policy::create_policy_by_name("crossrss", 1).unwrap();
-        let mut placement_method = PlacementMethod::Policy(policy.as_mut());
+        let mut placement_method = ReplayPlacementMethod::Policy(policy.as_mut());
         let mut reported_busy_us_at = |now_us| {
-            state.report_and_install_table(now_us, &mut placement_method);
+            state.collect_reports_and_install_table(now_us, &mut placement_method);
             [0, 4, 8, 12].map(|core| state.reported_busy_us_by_core[core])
         };
         assert_eq!(reported_busy_us_at(0), [0; 4]);
@@ -418,10 +436,10 @@ mod tests {
 
     #[test]
     fn replays_of_equal_logs_give_equal_variances() {
-        let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
+        let log = ConnectionWorkload { duration_us: 8_000_000, ..ConnectionWorkload::default() }.generate(3);
         let replay_once = || {
             let mut policy = crate::policy::create_policy_by_name("crossrss-plus", 1).unwrap();
-            replay_for_variances(&log, ReplaySettings::default(), PlacementMethod::Policy(policy.as_mut()))
+            replay_for_variances(&log, ArrivalReplaySettings::default(), ReplayPlacementMethod::Policy(policy.as_mut()))
         };
         assert_eq!(replay_once(), replay_once());
     }

@@ -12,7 +12,7 @@ use rand::SeedableRng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use siphasher::sip::SipHasher13;
 
-pub use input::{RssInputTransform, UnknownInputTransform};
+pub use input::{RssInputTransform, UnknownRssInputTransform};
 
 /// Returns a random number generator for a seed and a stream number. Different streams of a seed draw different
 /// numbers.
@@ -124,7 +124,7 @@ impl RssKey {
     }
 
     /// Returns the 32 bits of the key that start at bit `bit_position`, with zeros after the key's end.
-    fn key_window(&self, bit_position: usize) -> u32 {
+    fn key_bits_at(&self, bit_position: usize) -> u32 {
         let (byte_index, bit_index) = (bit_position / 8, bit_position % 8);
         let key_bits = (0..5).fold(0u64, |key_bits, i| {
             key_bits << 8 | u64::from(self.key_bytes.get(byte_index + i).copied().unwrap_or(0))
@@ -136,21 +136,21 @@ impl RssKey {
     /// It is the Toeplitz hash, which is the XOR of the key's 32-bit windows at the set bits of the transformed input.
     pub fn toeplitz_hash(&self, four_tuple_bytes: &[u8]) -> u32 {
         let tuple = self.input_transform.transform_tuple(four_tuple_bytes);
-        tuple.iter().enumerate().fold(0, |hash, (index, byte)| hash ^ self.byte_contribution(index, *byte))
+        tuple.iter().enumerate().fold(0, |hash, (index, byte)| hash ^ self.byte_hash_contribution(index, *byte))
     }
 
     /// Returns the value that `byte` at position `index` of the transformed input contributes to the hash by XOR.
-    fn byte_contribution(&self, index: usize, byte: u8) -> u32 {
-        (0..8).filter(|bit| byte & (0x80 >> bit) != 0).fold(0, |hash, bit| hash ^ self.key_window(index * 8 + bit))
+    fn byte_hash_contribution(&self, index: usize, byte: u8) -> u32 {
+        (0..8).filter(|bit| byte & (0x80 >> bit) != 0).fold(0, |hash, bit| hash ^ self.key_bits_at(index * 8 + bit))
     }
 
     /// Returns one table of 256 entries for each byte position of the transformed input. The hash is the XOR of the
     /// entries of the input's bytes.
-    fn contribution_tables<const BYTES: usize>(&self) -> Box<[[u32; 256]; BYTES]> {
+    fn hash_contribution_tables<const BYTES: usize>(&self) -> Box<[[u32; 256]; BYTES]> {
         let mut tables = Box::new([[0; 256]; BYTES]);
         for (index, table) in tables.iter_mut().enumerate() {
             for (byte, entry) in table.iter_mut().enumerate() {
-                *entry = self.byte_contribution(index, byte as u8);
+                *entry = self.byte_hash_contribution(index, byte as u8);
             }
         }
         tables
@@ -159,7 +159,7 @@ impl RssKey {
     /// Returns the key as precomputed tables, which hash many inputs fast (see [`ToeplitzTables`]).
     pub fn toeplitz_tables(&self) -> ToeplitzTables {
         ToeplitzTables {
-            contribution_table_by_position: self.contribution_tables(),
+            hash_contribution_table_by_position: self.hash_contribution_tables(),
             input_transform: self.input_transform,
         }
     }
@@ -169,10 +169,12 @@ impl RssKey {
     /// [`destination_hash_part`](Self::destination_hash_part). With an input transform, the contribution of a source
     /// byte also depends on the destination byte at the same offset. That byte is constant, so one entry per source
     /// byte suffices.
-    pub fn source_contribution_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
+    pub fn source_hash_contribution_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
         let contribution_table = |byte_pair: SourceDestinationBytePair| {
-            let hash_of_zero_source = self.pair_contribution(&byte_pair, 0);
-            std::array::from_fn(|source| self.pair_contribution(&byte_pair, source as u8) ^ hash_of_zero_source)
+            let hash_of_zero_source = self.byte_pair_hash_contribution(&byte_pair, 0);
+            std::array::from_fn(|source| {
+                self.byte_pair_hash_contribution(&byte_pair, source as u8) ^ hash_of_zero_source
+            })
         };
         source_destination_byte_pairs(vip).map(contribution_table).collect()
     }
@@ -180,14 +182,15 @@ impl RssKey {
     /// Returns the constant part of the hashes of a service's packets, which is the hash of a packet whose source is
     /// zero.
     pub fn destination_hash_part(&self, vip: SocketAddr) -> u32 {
-        source_destination_byte_pairs(vip).fold(0, |hash, byte_pair| hash ^ self.pair_contribution(&byte_pair, 0))
+        source_destination_byte_pairs(vip)
+            .fold(0, |hash, byte_pair| hash ^ self.byte_pair_hash_contribution(&byte_pair, 0))
     }
 
     /// Returns the contribution of a source byte, and of the destination byte at the same offset, to the hash.
-    fn pair_contribution(&self, byte_pair: &SourceDestinationBytePair, source_byte: u8) -> u32 {
+    fn byte_pair_hash_contribution(&self, byte_pair: &SourceDestinationBytePair, source_byte: u8) -> u32 {
         let (source, destination) = self.input_transform.transform_bytes(source_byte, byte_pair.destination_byte);
-        self.byte_contribution(byte_pair.source_index, source)
-            ^ self.byte_contribution(byte_pair.destination_index, destination)
+        self.byte_hash_contribution(byte_pair.source_index, source)
+            ^ self.byte_hash_contribution(byte_pair.destination_index, destination)
     }
 }
 
@@ -216,13 +219,13 @@ fn source_destination_byte_pairs(vip: SocketAddr) -> impl Iterator<Item = Source
 }
 
 /// Number of bytes of the longest hash input, which consists of IPv6 addresses and ports.
-const MAX_INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
+const MAX_RSS_INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 
 /// RSS key as precomputed tables, which hash by one look-up per input byte. The tables take 36 KiB, and are fifty times
 /// as fast as [`RssKey::toeplitz_hash`].
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
-    contribution_table_by_position: Box<[[u32; 256]; MAX_INPUT_BYTES]>,
+    hash_contribution_table_by_position: Box<[[u32; 256]; MAX_RSS_INPUT_BYTES]>,
     input_transform: RssInputTransform,
 }
 
@@ -232,7 +235,7 @@ impl ToeplitzTables {
         let hash_transformed_input = |input: &[u8]| {
             input
                 .iter()
-                .zip(self.contribution_table_by_position.iter())
+                .zip(self.hash_contribution_table_by_position.iter())
                 .fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
         };
         // Nothing is copied for a NIC without a transform, because the simulator spends its time here.
@@ -291,19 +294,19 @@ impl std::str::FromStr for RssKey {
 /// RSS indirection table, which maps the low bits of the hash to a receive queue. The queue is also the core's index.
 #[derive(Debug, Clone, Eq)]
 pub struct IndirectionTable {
-    queues: Arc<[u16]>,
+    queue_by_entry: Arc<[u16]>,
 }
 
 impl PartialEq for IndirectionTable {
     /// Compares two tables. Two clones are equal without a comparison of entries, because they share them.
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.queues, &other.queues) || self.queues == other.queues
+        Arc::ptr_eq(&self.queue_by_entry, &other.queue_by_entry) || self.queue_by_entry == other.queue_by_entry
     }
 }
 
 impl Hash for IndirectionTable {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.queues.hash(state);
+        self.queue_by_entry.hash(state);
     }
 }
 
@@ -336,7 +339,7 @@ impl IndirectionTable {
         let to_queue_number = |(entry, queue): (usize, &u32)| {
             u16::try_from(*queue).map_err(|_| IndirectionTableError::QueueOutOfRange { entry, queue: *queue })
         };
-        Ok(Self { queues: queues.iter().enumerate().map(to_queue_number).collect::<Result<_, _>>()? })
+        Ok(Self { queue_by_entry: queues.iter().enumerate().map(to_queue_number).collect::<Result<_, _>>()? })
     }
 
     /// Returns a table in which the cores' numbers of entries differ by at most one, in an order shuffled by the seed.
@@ -344,7 +347,11 @@ impl IndirectionTable {
     ///
     /// The CrossRSS paper draws each entry independently, which gives some cores twice the buckets of others. A
     /// balanced draw removes that part of the imbalance (docs/design.md, "Indirection tables").
-    pub fn balanced(server_seed: u64, entry_count: usize, core_count: u16) -> Result<Self, IndirectionTableError> {
+    pub fn draw_balanced_entries(
+        server_seed: u64,
+        entry_count: usize,
+        core_count: u16,
+    ) -> Result<Self, IndirectionTableError> {
         let core_count = u32::from(core_count.max(1));
         let mut queues: Vec<u32> = (0..entry_count as u32).map(|entry| entry % core_count).collect();
         let mut rng = seeded_rng(server_seed, INDIRECTION_TABLE_RNG_STREAM);
@@ -357,7 +364,11 @@ impl IndirectionTable {
 
     /// Returns a table in which each entry is drawn independently by the seed, as in the CrossRSS paper (CoNEXT'20,
     /// Sect. 2). Fails if `entry_count` is not a power of two from 1 to 2048.
-    pub fn independent(server_seed: u64, entry_count: usize, core_count: u16) -> Result<Self, IndirectionTableError> {
+    pub fn draw_independent_entries(
+        server_seed: u64,
+        entry_count: usize,
+        core_count: u16,
+    ) -> Result<Self, IndirectionTableError> {
         let mut rng = seeded_rng(server_seed, INDIRECTION_TABLE_RNG_STREAM);
         let queues: Vec<u32> =
             (0..entry_count).map(|_| uniform_below(&mut rng, u32::from(core_count.max(1)))).collect();
@@ -366,17 +377,17 @@ impl IndirectionTable {
 
     /// Returns the receive queue of the entry that the low bits of `hash` select.
     pub fn queue_for_hash(&self, hash: u32) -> u16 {
-        self.queues[hash as usize & (self.queues.len() - 1)]
+        self.queue_by_entry[hash as usize & (self.queue_by_entry.len() - 1)]
     }
 
     /// Returns the receive queue of each entry.
     pub fn queue_by_entry(&self) -> &[u16] {
-        &self.queues
+        &self.queue_by_entry
     }
 
     /// Returns the number of table entries, a power of two.
     pub fn entry_count(&self) -> usize {
-        self.queues.len()
+        self.queue_by_entry.len()
     }
 }
 
@@ -403,7 +414,7 @@ pub enum EmulatedRssError {
     InvalidIndirectionTable(#[from] IndirectionTableError),
     /// The register for the input transform has an unknown value.
     #[error(transparent)]
-    InvalidInputTransform(#[from] UnknownInputTransform),
+    InvalidInputTransform(#[from] UnknownRssInputTransform),
 }
 
 impl RssConfig {
@@ -413,7 +424,7 @@ impl RssConfig {
             entry_count: self.indirection_table.entry_count() as u32,
             generation,
             input_transform: u32::from(self.key.input_transform.ethtool_number()),
-            byte: *self.key.contribution_tables(),
+            byte: *self.key.hash_contribution_tables(),
             ..Default::default()
         });
         mapping.queue[..self.indirection_table.entry_count()].copy_from_slice(self.indirection_table.queue_by_entry());
@@ -438,161 +449,4 @@ impl RssConfig {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::net::{Ipv4Addr, Ipv6Addr};
-
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::FourTuple;
-
-    /// The fingerprint identifies a key in logs, and no byte of the key is printed.
-    #[test]
-    fn debug_format_of_an_rss_key_is_its_fingerprint() {
-        let key = RssKey::microsoft_verification_key();
-        assert_eq!((key.key_fingerprint(), format!("{key:?}")), ("377ecc6a".to_owned(), "RssKey(377ecc6a)".to_owned()));
-        assert_ne!(RssKey::random(&mut seeded_rng(1, 0)).key_fingerprint(), key.key_fingerprint());
-    }
-
-    #[test]
-    fn toeplitz_hash_matches_microsofts_test_vectors() {
-        let key = RssKey::microsoft_verification_key();
-        let test_vectors = [
-            ("66.9.149.187:2794", "161.142.100.80:1766", 0x51cc_c178),
-            ("199.92.111.2:14230", "65.69.140.83:4739", 0xc626_b0ea),
-            ("24.19.198.95:12898", "12.22.207.184:38024", 0x5c2b_394a),
-            ("38.27.205.30:48228", "209.142.163.6:2217", 0xafc7_327f),
-            ("153.39.163.191:44251", "202.188.127.2:1303", 0x10e8_28a2),
-            ("[3ffe:2501:200:1fff::7]:2794", "[3ffe:2501:200:3::1]:1766", 0x4020_7d3d),
-            ("[3ffe:501:8::260:97ff:fe40:efab]:14230", "[ff02::1]:4739", 0xdde5_1bbf),
-            ("[3ffe:1900:4545:3:200:f8ff:fe21:67cf]:44251", "[fe80::200:f8ff:fe21:67cf]:38024", 0x02d1_feef),
-        ];
-        for (client, vip, hash) in test_vectors {
-            let tuple = FourTuple::new(client.parse().unwrap(), vip.parse().unwrap()).unwrap();
-            assert_eq!(key.toeplitz_hash(&tuple.bytes()), hash, "{client} -> {vip}");
-            assert_eq!(key.toeplitz_tables().hash_four_tuple(&tuple.bytes()), hash, "{client} -> {vip}");
-        }
-    }
-
-    fn any_input_transform() -> impl Strategy<Value = RssInputTransform> {
-        proptest::sample::select(&RssInputTransform::ALL[..])
-    }
-
-    proptest! {
-        #[test]
-        fn source_tables_and_destination_hash_yield_the_toeplitz_hash(
-            seed: u64, client: u128, port: u16, vip: u128, vip_port: u16, input_transform in any_input_transform(),
-        ) {
-            let key = RssKey::random(&mut seeded_rng(seed, 0)).with_input_transform(input_transform);
-            let ipv4_address = |address: u128| Ipv4Addr::from(address as u32);
-            let tuples = [
-                FourTuple::ipv4((ipv4_address(client), port), (ipv4_address(vip), vip_port)),
-                FourTuple::ipv6((Ipv6Addr::from(client), port), (Ipv6Addr::from(vip), vip_port)),
-            ];
-            for tuple in tuples {
-                let tables = key.source_contribution_tables(tuple.vip());
-                let (input, address) = (tuple.bytes(), tables.len() - 2);
-                let source_bytes = input[..address].iter().chain(&input[2 * address..][..2]);
-                let source_hash =
-                    source_bytes.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
-                prop_assert_eq!(source_hash ^ key.destination_hash_part(tuple.vip()), key.toeplitz_hash(&input));
-            }
-        }
-
-        /// Compares the hashes with the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h. The expected
-        /// hashes transform whole addresses and ports instead of single bytes.
-        #[test]
-        fn symmetric_inputs_are_hashed_as_ethtool_defines_them(
-            seed: u64, client: u32, port: u16, vip: u32, vip_port: u16,
-        ) {
-            let key_without_transform = RssKey::random(&mut seeded_rng(seed, 0));
-            let tuple = FourTuple::ipv4((client.into(), port), (vip.into(), vip_port));
-            let symmetric_hash = |addresses: [u32; 2], ports: [u16; 2]| {
-                let bytes: Vec<u8> = addresses.iter().flat_map(|address| address.to_be_bytes())
-                    .chain(ports.iter().flat_map(|port| port.to_be_bytes())).collect();
-                key_without_transform.toeplitz_hash(&bytes)
-            };
-            let (xor, xor_ports) = (client ^ vip, port ^ vip_port);
-            let hashes_with_transform = |input| {
-                let key = key_without_transform.with_input_transform(input);
-                (key.toeplitz_hash(&tuple.bytes()), key.toeplitz_tables().hash_four_tuple(&tuple.bytes()))
-            };
-            let expected_hash = symmetric_hash([xor, xor], [xor_ports, xor_ports]);
-            prop_assert_eq!(hashes_with_transform(RssInputTransform::SymmetricXor), (expected_hash, expected_hash));
-            let expected = symmetric_hash([client | vip, xor], [port | vip_port, xor_ports]);
-            prop_assert_eq!(hashes_with_transform(RssInputTransform::SymmetricOrXor), (expected, expected));
-            let reverse_tuple = FourTuple::ipv4((vip.into(), vip_port), (client.into(), port));
-            let reverse_hash = key_without_transform.with_input_transform(RssInputTransform::SymmetricOrXor)
-                .toeplitz_hash(&reverse_tuple.bytes());
-            prop_assert_eq!(reverse_hash, expected, "both directions hash alike");
-        }
-
-        #[test]
-        fn formatted_rss_key_round_trips(seed: u64) {
-            let key = RssKey::random(&mut seeded_rng(seed, 0));
-            prop_assert_eq!(key.to_string().parse(), Ok(key.clone()));
-            prop_assert_eq!(key.to_string().replace(':', "").parse(), Ok(key));
-        }
-
-        #[test]
-        fn balanced_tables_give_cores_equal_entry_counts_within_one(
-            seed: u64,
-            core_count in 1u16..70,
-            bits in 0u32..10,
-        ) {
-            let table = IndirectionTable::balanced(seed, 1 << bits, core_count).unwrap();
-            let mut entry_count_by_core = vec![0usize; usize::from(core_count)];
-            table.queue_by_entry().iter().for_each(|queue| entry_count_by_core[usize::from(*queue)] += 1);
-            prop_assert!(entry_count_by_core.iter().max().unwrap() - entry_count_by_core.iter().min().unwrap() <= 1);
-        }
-    }
-
-    #[test]
-    fn emulated_nic_registers_round_trip() {
-        let rng = &mut seeded_rng(1, 1);
-        let indirection_table = IndirectionTable::balanced(1, 128, 4).unwrap();
-        let rss = RssConfig { key: RssKey::random(rng), indirection_table: indirection_table.clone() };
-        let registers = rss.to_emulated_registers(3).unwrap();
-        assert_eq!((registers.mapping.entry_count, registers.mapping.generation), (128, 3));
-        let input = [10, 1, 0, 7, 10, 200, 0, 1, 157, 120, 0, 80];
-        let hash_by_tables =
-            input.iter().zip(&registers.mapping.byte).fold(0, |h, (byte, table)| h ^ table[*byte as usize]);
-        assert_eq!(hash_by_tables, rss.key.toeplitz_hash(&input));
-        assert_eq!(RssConfig::from_emulated_registers(&registers), Ok(rss.clone()));
-        let config_with_transform =
-            RssConfig { key: rss.key.with_input_transform(RssInputTransform::SymmetricOrXor), ..rss };
-        assert_eq!(
-            RssConfig::from_emulated_registers(&config_with_transform.to_emulated_registers(4).unwrap()),
-            Ok(config_with_transform)
-        );
-
-        let config_with_long_key = RssConfig { key: RssKey::new(&[1; 52]).unwrap(), indirection_table };
-        assert_eq!(
-            config_with_long_key.to_emulated_registers(1).unwrap_err(),
-            EmulatedRssError::UnsupportedKeyLength(52)
-        );
-        assert!(RssConfig::from_emulated_registers(&intf::emulated_rss::default()).is_err());
-    }
-
-    #[test]
-    fn invalid_indirection_table_is_rejected() {
-        assert_eq!(
-            IndirectionTable::new(&[0; 100]).unwrap_err().to_string(),
-            "an indirection table of 100 entries: expected a power of two from 1 to 2048"
-        );
-        assert!(IndirectionTable::new(&[]).is_err());
-        assert!(IndirectionTable::new(&[70_000]).is_err());
-        assert!("6d:5a:5".parse::<RssKey>().unwrap_err().to_string().contains("expected bytes in hexadecimal"));
-        assert!("6d:5g".parse::<RssKey>().is_err());
-        assert_eq!("6d:5a".parse::<RssKey>().unwrap_err().to_string(), "an RSS key of 2 bytes: expected 40 to 52");
-        assert_eq!(RssKey::new(&[0; 39]).unwrap_err().to_string(), "an RSS key of 39 bytes: expected 40 to 52");
-    }
-
-    #[test]
-    fn uniform_random_numbers_reach_every_value_equally() {
-        let mut rng = seeded_rng(7, 7);
-        let mut counts_by_value = [0u32; 6];
-        (0..6000).for_each(|_| counts_by_value[uniform_below(&mut rng, 6) as usize] += 1);
-        assert!(counts_by_value.iter().all(|count| (850..1150).contains(count)), "{counts_by_value:?}");
-    }
-}
+mod tests;

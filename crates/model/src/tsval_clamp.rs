@@ -148,7 +148,7 @@ mod tests {
     const TIME_KEY: CookieKey = CookieKey { k0: 77, k1: 78 };
 
     #[derive(Debug, Clone, Copy)]
-    enum ConnectionEvent {
+    enum TestConnectionEvent {
         Packet {
             from_server: bool,
             is_lost: bool,
@@ -171,19 +171,19 @@ mod tests {
         },
     }
 
-    fn event_sequences() -> impl Strategy<Value = Vec<ConnectionEvent>> {
+    fn event_sequences() -> impl Strategy<Value = Vec<TestConnectionEvent>> {
         let any_event = prop_oneof![
             6 => (any::<bool>(), prop::bool::weighted(0.2))
-                .prop_map(|(from_server, is_lost)| ConnectionEvent::Packet { from_server, is_lost }),
-            4 => any::<bool>().prop_map(|at_server| ConnectionEvent::Arrival { at_server }),
-            2 => (0u32..60).prop_map(|milliseconds| ConnectionEvent::Pause { milliseconds }),
-            1 => (0u32..200_000).prop_map(|milliseconds| ConnectionEvent::Silence { milliseconds }),
+                .prop_map(|(from_server, is_lost)| TestConnectionEvent::Packet { from_server, is_lost }),
+            4 => any::<bool>().prop_map(|at_server| TestConnectionEvent::Arrival { at_server }),
+            2 => (0u32..60).prop_map(|milliseconds| TestConnectionEvent::Pause { milliseconds }),
+            1 => (0u32..200_000).prop_map(|milliseconds| TestConnectionEvent::Silence { milliseconds }),
             // Around full and half turns of the circle.
             1 => (1u32..7, 0u32..40)
                 .prop_map(|(wrap_count, extra_ms)| {
-                    ConnectionEvent::Silence { milliseconds: wrap_count * 32_768 - 20 + extra_ms }
+                    TestConnectionEvent::Silence { milliseconds: wrap_count * 32_768 - 20 + extra_ms }
                 }),
-            1 => (1u32..2000).prop_map(|delay_ms| ConnectionEvent::Switch { delay_ms }),
+            1 => (1u32..2000).prop_map(|delay_ms| TestConnectionEvent::Switch { delay_ms }),
         ];
         prop::collection::vec(any_event, 1..200)
     }
@@ -235,14 +235,14 @@ mod tests {
                 is_tsecr_wrapped: false,
                 tuple: FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80)),
             };
-            connection.round_trip();
+            connection.simulate_round_trip();
             connection
         }
 
-        fn round_trip(&mut self) {
+        fn simulate_round_trip(&mut self) {
             for (from_server, at_server) in [(true, false), (false, true)] {
-                self.apply_event(ConnectionEvent::Packet { from_server, is_lost: false });
-                self.apply_event(ConnectionEvent::Arrival { at_server });
+                self.apply_event(TestConnectionEvent::Packet { from_server, is_lost: false });
+                self.apply_event(TestConnectionEvent::Arrival { at_server });
             }
         }
 
@@ -287,9 +287,9 @@ mod tests {
             }
         }
 
-        fn apply_event(&mut self, event: ConnectionEvent) {
+        fn apply_event(&mut self, event: TestConnectionEvent) {
             match event {
-                ConnectionEvent::Packet { from_server: true, is_lost } => {
+                TestConnectionEvent::Packet { from_server: true, is_lost } => {
                     let time_part = self.paws_clamp.time_part_to_send(self.now_ms, self.last_tsecr);
                     let keys = self.keys.keys_for_tsval(time_part.original_tsval, self.key_switch_ms);
                     let stamped_tsval =
@@ -299,20 +299,20 @@ mod tests {
                             .push_back(TsvalInFlight { tsval: stamped_tsval, sent_at_ms: self.now_ms });
                     }
                 }
-                ConnectionEvent::Packet { from_server: false, is_lost } => {
+                TestConnectionEvent::Packet { from_server: false, is_lost } => {
                     self.packets_to_server.extend(self.client_ts_recent.filter(|_| !is_lost));
                 }
-                ConnectionEvent::Arrival { at_server: true } => self.receive_at_server(),
-                ConnectionEvent::Arrival { at_server: false } => self.receive_at_client(),
-                ConnectionEvent::Silence { milliseconds } => {
+                TestConnectionEvent::Arrival { at_server: true } => self.receive_at_server(),
+                TestConnectionEvent::Arrival { at_server: false } => self.receive_at_client(),
+                TestConnectionEvent::Silence { milliseconds } => {
                     while !self.packets_to_client.is_empty() || !self.packets_to_server.is_empty() {
-                        self.apply_event(ConnectionEvent::Arrival { at_server: false });
-                        self.apply_event(ConnectionEvent::Arrival { at_server: true });
+                        self.apply_event(TestConnectionEvent::Arrival { at_server: false });
+                        self.apply_event(TestConnectionEvent::Arrival { at_server: true });
                     }
                     self.now_ms = self.now_ms.wrapping_add(milliseconds);
                 }
-                ConnectionEvent::Pause { milliseconds } => self.now_ms = self.now_ms.wrapping_add(milliseconds),
-                ConnectionEvent::Switch { delay_ms } => self.switch_key_if_safe(delay_ms),
+                TestConnectionEvent::Pause { milliseconds } => self.now_ms = self.now_ms.wrapping_add(milliseconds),
+                TestConnectionEvent::Switch { delay_ms } => self.switch_key_if_safe(delay_ms),
             }
         }
     }
@@ -328,10 +328,10 @@ mod tests {
         #[test]
         fn clamp_ends_within_a_few_round_trips_after_silence(start_ms: u32, port: u16, silence_ms in 0u32..2_000_000) {
             let mut connection = TestConnection::new(start_ms, port);
-            connection.apply_event(ConnectionEvent::Silence { milliseconds: silence_ms });
+            connection.apply_event(TestConnectionEvent::Silence { milliseconds: silence_ms });
             // Every largest step is half of the circle.
             for _ in 0..=silence_ms / MAX_TSVAL_STEP_MS {
-                connection.round_trip();
+                connection.simulate_round_trip();
                 // The kernel measures the time that has passed since it sent the packet.
                 prop_assert_eq!(connection.last_tsecr, connection.now_ms);
             }

@@ -44,30 +44,30 @@ impl fmt::Display for ServerId {
 
 /// Layer-4 protocol that coreward balances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Protocol {
+pub enum TransportProtocol {
     /// TCP (protocol number 6).
     Tcp,
     /// UDP (protocol number 17).
     Udp,
 }
 
-impl Protocol {
+impl TransportProtocol {
     /// All protocols that coreward balances.
-    pub const ALL: [Protocol; 2] = [Protocol::Tcp, Protocol::Udp];
+    pub const ALL: [TransportProtocol; 2] = [TransportProtocol::Tcp, TransportProtocol::Udp];
 
     /// Returns the protocol number in the IP header (IANA protocol numbers).
     pub fn iana_number(self) -> u8 {
         match self {
-            Protocol::Tcp => 6,
-            Protocol::Udp => 17,
+            TransportProtocol::Tcp => 6,
+            TransportProtocol::Udp => 17,
         }
     }
 
     /// Returns the protocol's name in configuration and messages.
     pub fn name(self) -> &'static str {
         match self {
-            Protocol::Tcp => "tcp",
-            Protocol::Udp => "udp",
+            TransportProtocol::Tcp => "tcp",
+            TransportProtocol::Udp => "udp",
         }
     }
 }
@@ -75,20 +75,20 @@ impl Protocol {
 /// Error returned for the name of an unknown or unsupported protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("protocol {0:?} is not known: expected \"tcp\" or \"udp\"")]
-pub struct UnknownProtocol(pub String);
+pub struct UnknownTransportProtocol(pub String);
 
-impl fmt::Display for Protocol {
+impl fmt::Display for TransportProtocol {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Protocol {
-    type Err = UnknownProtocol;
+impl FromStr for TransportProtocol {
+    type Err = UnknownTransportProtocol;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
         let matching_protocol = Self::ALL.into_iter().find(|protocol| protocol.name() == name);
-        matching_protocol.ok_or_else(|| UnknownProtocol(name.to_string()))
+        matching_protocol.ok_or_else(|| UnknownTransportProtocol(name.to_string()))
     }
 }
 
@@ -98,7 +98,7 @@ pub struct ServiceAddress {
     /// VIP and port of the service.
     pub vip_and_port: SocketAddr,
     /// Protocol of the service.
-    pub protocol: Protocol,
+    pub protocol: TransportProtocol,
 }
 
 impl fmt::Display for ServiceAddress {
@@ -125,7 +125,7 @@ impl FromStr for ServiceAddress {
 
 /// Returns an address as four words in network byte order, in the layout of `bpf/include/intf.h`. An IPv4 address is in
 /// the last word (IPv4-mapped, RFC 4291 Sect. 2.5.5.2).
-pub fn address_words(address: IpAddr) -> [u32; 4] {
+pub fn address_to_words(address: IpAddr) -> [u32; 4] {
     let octets = match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
         IpAddr::V6(v6) => v6.octets(),
@@ -135,7 +135,7 @@ pub fn address_words(address: IpAddr) -> [u32; 4] {
     })
 }
 
-/// Returns the address that `words` encode, as the inverse of [`address_words`].
+/// Returns the address that `words` encode, as the inverse of [`address_to_words`].
 pub fn address_from_words(words: [u32; 4]) -> IpAddr {
     let mut octets = [0; 16];
     octets.chunks_exact_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
@@ -146,7 +146,7 @@ impl ServiceAddress {
     /// Returns the key of the service in the maps of the BPF programs.
     pub fn to_service_key(&self) -> intf::service_key {
         intf::service_key {
-            address: address_words(self.vip_and_port.ip()),
+            address: address_to_words(self.vip_and_port.ip()),
             port: self.vip_and_port.port().to_be(),
             protocol: self.protocol.iana_number(),
             family: match self.vip_and_port {
@@ -252,13 +252,14 @@ mod tests {
     fn address_words_round_trip() {
         for text in ["10.200.0.1", "2001:db8::1", "::1"] {
             let address = text.parse().unwrap();
-            assert_eq!(address_from_words(address_words(address)), address);
+            assert_eq!(address_from_words(address_to_words(address)), address);
         }
     }
 
     #[test]
     fn service_key_is_in_network_byte_order() {
-        let address = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+        let address =
+            ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: TransportProtocol::Tcp };
         let key = address.to_service_key();
         assert_eq!(key.address[3].to_ne_bytes(), [10, 200, 0, 1]);
         assert_eq!(key.address[2].to_ne_bytes(), [0, 0, 0xff, 0xff]);

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 pub struct RequestBuffer {
     pub client: SocketAddrV4,
     /// Time at which the request arrived, in nanoseconds of the engine's clock.
-    pub arrived_ns: u64,
+    pub arrival_time_ns: u64,
     payload_length: usize,
     data: Box<[u8]>,
 }
@@ -29,7 +29,7 @@ impl RequestBufferPool {
     pub fn new(buffer_count: usize, buffer_bytes: usize) -> Self {
         let client = SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0);
         let empty_buffer =
-            RequestBuffer { client, arrived_ns: 0, payload_length: 0, data: vec![0; buffer_bytes].into() };
+            RequestBuffer { client, arrival_time_ns: 0, payload_length: 0, data: vec![0; buffer_bytes].into() };
         Self { buffers: vec![empty_buffer; buffer_count], free_handles: (0..buffer_count as u32).collect() }
     }
 
@@ -39,7 +39,7 @@ impl RequestBufferPool {
     pub fn store_request(&mut self, client: SocketAddrV4, arrived_ns: u64, payload: &[u8]) -> u32 {
         let free_handle = self.free_handles.pop().expect("a buffer for each request that waits, and one more");
         let buffer = &mut self.buffers[free_handle as usize];
-        (buffer.client, buffer.arrived_ns, buffer.payload_length) = (client, arrived_ns, payload.len());
+        (buffer.client, buffer.arrival_time_ns, buffer.payload_length) = (client, arrived_ns, payload.len());
         buffer.data[..payload.len()].copy_from_slice(payload);
         free_handle
     }

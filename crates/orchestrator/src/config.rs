@@ -10,10 +10,11 @@ use coreward_config::{
     Spanned, TomlReader, config_file, config_struct, string_enum,
 };
 use coreward_model::dispatch::{
-    DispatchRateLimit, EligibilityRule, FirstEligibleOutConfig, Lambda, MAX_SCHEDULED_SERVICES, MAX_SHARE_WEIGHT,
-    MemberRanking, RankRule, SchedulingGroupConfig, SchedulingParameters, ServiceQueueConfig,
+    CoreRankRule, DispatchEligibilityRule, DispatchRateLimit, FirstEligibleOutConfig, MAX_SCHEDULED_SERVICES,
+    MAX_SHARE_WEIGHT, RankLambda, SchedulingGroupConfig, SchedulingMemberRanking, SchedulingParameters,
+    ServiceQueueConfig,
 };
-use coreward_runtime::ServiceEntry;
+use coreward_runtime::SegmentServiceEntry;
 
 use crate::classify::{PayloadPattern, RequestClassifier};
 use crate::engine::{DispatchEngineConfig, EngineServiceConfig};
@@ -32,9 +33,9 @@ pub struct OrchestratorConfig {
 }
 
 /// Maximum length of a UDP payload over IPv4 in bytes.
-const MAX_PAYLOAD_BYTES: u64 = 65_507;
+const MAX_UDP_PAYLOAD_BYTES: u64 = 65_507;
 /// Maximum time from a request's arrival to its deadline, which must fit into 32 bits as a number of nanoseconds.
-const MAX_DEADLINE_NS: u64 = 4 * SECOND_NS;
+const MAX_REQUEST_DEADLINE_NS: u64 = 4 * SECOND_NS;
 
 config_struct! {
     /// Configuration file before its values are checked.
@@ -50,15 +51,15 @@ config_struct! {
         /// Upper bound of a core's rank. A core whose rank reaches this bound gets no further requests.
         depth: BoundedInteger<1, 64> = BoundedInteger(4),
         /// Rule that determines how a core's outstanding requests count in its rank.
-        policy: RankRuleName = RankRuleName(RankRule::Ranked),
+        policy: RankRuleName = RankRuleName(CoreRankRule::Ranked),
         /// Whether a service for which no core is eligible blocks the services after it.
-        scheduler: SchedulerName = SchedulerName(EligibilityRule::FirstEligible),
+        scheduler: EligibilityRuleName = EligibilityRuleName(DispatchEligibilityRule::FirstEligible),
         /// Rule that orders the groups, or the services if there are no groups.
-        ranking: RankingName = RankingName(MemberRanking::StrictPriority),
+        ranking: MemberRankingName = MemberRankingName(SchedulingMemberRanking::StrictPriority),
         /// Maximum number of requests that wait for a core.
         waiting: BoundedInteger<1, 65536> = BoundedInteger(4096),
         /// Maximum length of requests and responses in bytes.
-        payload: BoundedInteger<1, MAX_PAYLOAD_BYTES> = BoundedInteger(1472),
+        payload: BoundedInteger<1, MAX_UDP_PAYLOAD_BYTES> = BoundedInteger(1472),
         /// Time without a completed request after which a worker gets no further requests until it completes one.
         stall_after: BoundedDuration<MILLISECOND_NS, HOUR_NS> = BoundedDuration(Duration::from_millis(500)),
         /// Time for which the idle daemon sleeps between polls; with "0s", it always polls.
@@ -68,7 +69,7 @@ config_struct! {
         /// Groups of services that are ranked together.
         groups as "group": Vec<Spanned<ServiceGroupTable>>,
         /// Services whose requests the daemon dispatches to cores.
-        services as "service": Spanned<Vec<Spanned<ServiceTable>>>,
+        services as "service": Spanned<Vec<Spanned<OrchestratedServiceTable>>>,
     }
 }
 
@@ -77,13 +78,13 @@ config_struct! {
         /// Name of the group.
         name: PrintableName,
         /// Rule that orders the services of the group.
-        ranking: RankingName = RankingName(MemberRanking::StrictPriority),
+        ranking: MemberRankingName = MemberRankingName(SchedulingMemberRanking::StrictPriority),
         /// Priority of the group among all groups; 0 is the highest.
         priority: BoundedInteger<0, 63> = BoundedInteger(0),
         /// Weight of the group among all groups.
         weight: BoundedInteger<1, { MAX_SHARE_WEIGHT as u64 }> = BoundedInteger(1),
         /// Time from a request's arrival to its deadline.
-        deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
+        deadline: BoundedDuration<1, MAX_REQUEST_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Maximum number of requests that are dispatched per second.
         rate: Option<BoundedInteger<1, SECOND_NS>>,
         /// Burst size of the rate limit, which is the number of requests that may be dispatched at once in spite of the
@@ -93,7 +94,7 @@ config_struct! {
 }
 
 config_struct! {
-    struct ServiceTable {
+    struct OrchestratedServiceTable {
         /// Destination address and port of the service's requests.
         listen: SocketAddr,
         /// Pattern that the service's requests match. Without it, the service gets all requests to the address that
@@ -102,13 +103,13 @@ config_struct! {
         /// Priority of the service, which selects the queue at each core; 0 is the highest.
         priority: BoundedInteger<0, 7> = BoundedInteger(0),
         /// Weight (0 to 1) with which a request of lower priority than the service counts in a core's rank.
-        lambda: f64 = Lambda::PAPER_VALUE.get(),
+        lambda: f64 = RankLambda::PAPER_VALUE.get(),
         /// Name of the service's group.
         group: Option<PrintableName>,
         /// Weight of the service in its group.
         weight: BoundedInteger<1, { MAX_SHARE_WEIGHT as u64 }> = BoundedInteger(1),
         /// Time from a request's arrival to its deadline.
-        deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
+        deadline: BoundedDuration<1, MAX_REQUEST_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Maximum number of requests that are dispatched per second.
         rate: Option<BoundedInteger<1, SECOND_NS>>,
         /// Burst size of the rate limit, which is the number of requests that may be dispatched at once in spite of the
@@ -149,38 +150,38 @@ string_enum!(
     ]
 );
 
-struct RankRuleName(RankRule);
+struct RankRuleName(CoreRankRule);
 
 string_enum!(
     RankRuleName,
     "policy",
     [
-        ("jbsrq".to_owned(), RankRuleName(RankRule::Ranked)),
-        ("global-jbsq".to_owned(), RankRuleName(RankRule::Global)),
-        ("per-service-jbsq".to_owned(), RankRuleName(RankRule::PerService)),
+        ("jbsrq".to_owned(), RankRuleName(CoreRankRule::Ranked)),
+        ("global-jbsq".to_owned(), RankRuleName(CoreRankRule::Global)),
+        ("per-service-jbsq".to_owned(), RankRuleName(CoreRankRule::PerService)),
     ]
 );
 
-struct SchedulerName(EligibilityRule);
+struct EligibilityRuleName(DispatchEligibilityRule);
 
 string_enum!(
-    SchedulerName,
+    EligibilityRuleName,
     "scheduler",
     [
-        ("feo".to_owned(), SchedulerName(EligibilityRule::FirstEligible)),
-        ("pifo".to_owned(), SchedulerName(EligibilityRule::Pifo)),
+        ("feo".to_owned(), EligibilityRuleName(DispatchEligibilityRule::FirstEligible)),
+        ("pifo".to_owned(), EligibilityRuleName(DispatchEligibilityRule::Pifo)),
     ]
 );
 
-struct RankingName(MemberRanking);
+struct MemberRankingName(SchedulingMemberRanking);
 
 string_enum!(
-    RankingName,
+    MemberRankingName,
     "ranking",
     [
-        ("priority".to_owned(), RankingName(MemberRanking::StrictPriority)),
-        ("share".to_owned(), RankingName(MemberRanking::WeightedShare)),
-        ("deadline".to_owned(), RankingName(MemberRanking::EarliestDeadline)),
+        ("priority".to_owned(), MemberRankingName(SchedulingMemberRanking::StrictPriority)),
+        ("share".to_owned(), MemberRankingName(SchedulingMemberRanking::WeightedShare)),
+        ("deadline".to_owned(), MemberRankingName(SchedulingMemberRanking::EarliestDeadline)),
     ]
 );
 
@@ -202,7 +203,7 @@ impl UncheckedOrchestratorConfig {
                 format!("{service_count} services: expected 1 to {MAX_SCHEDULED_SERVICES}"),
             );
         }
-        let group_configs = self.group_configs(reader);
+        let group_configs = self.checked_group_configs(reader);
         let af_xdp_interface = self.checked_af_xdp_interface(reader);
         let CheckedServices { listeners, services, queues } =
             self.check_services(&group_configs, af_xdp_interface.is_some(), reader)?;
@@ -210,7 +211,7 @@ impl UncheckedOrchestratorConfig {
             group_ranking: self.ranking.0,
             groups: group_configs,
             queues,
-            selection: self.scheduler.0,
+            eligibility_rule: self.scheduler.0,
             max_waiting_requests: self.waiting.0 as usize,
         };
         let engine_config = DispatchEngineConfig {
@@ -218,8 +219,8 @@ impl UncheckedOrchestratorConfig {
             rank_bound: NonZeroU16::new(self.depth.0 as u16)?,
             rank_rule: self.policy.0,
             services,
-            scheduler: scheduler_config,
-            payload_bytes: self.payload.0 as u16,
+            scheduler_config,
+            max_payload_bytes: self.payload.0 as u16,
             stall_after: self.stall_after.0,
         };
         let (shared_memory_path, idle_sleep, metrics_address) = (self.memory.0, self.sleep.0, self.metrics);
@@ -245,7 +246,7 @@ impl UncheckedOrchestratorConfig {
         let (mut services, mut queues) = (Vec::new(), Vec::new());
         for (service_number, spanned_service) in self.services.get_ref().iter().enumerate() {
             let service_table = spanned_service.get_ref();
-            let address = service_table.listen_address(uses_af_xdp);
+            let address = service_table.checked_listen_address(uses_af_xdp);
             let Some(address) = reader.ok_or_report(address, spanned_service.span()) else { continue };
             let Some(lambda) = reader.ok_or_report(service_table.checked_lambda(), spanned_service.span()) else {
                 continue;
@@ -262,9 +263,9 @@ impl UncheckedOrchestratorConfig {
             });
             listeners[listener_index].1.services_and_patterns.push((service_number as u8, pattern));
             let priority = service_table.priority.0 as u8;
-            services.push(EngineServiceConfig { service_entry: ServiceEntry { address, priority }, lambda });
+            services.push(EngineServiceConfig { service_entry: SegmentServiceEntry { address, priority }, lambda });
             let scheduling_parameters =
-                service_table.scheduling_parameters(group_configs.get(usize::from(group))?.ranking);
+                service_table.scheduling_parameters(group_configs.get(usize::from(group))?.service_ranking);
             queues.push(ServiceQueueConfig {
                 group_index: group,
                 parameters: scheduling_parameters,
@@ -294,9 +295,12 @@ impl UncheckedOrchestratorConfig {
     }
 
     /// Returns the configuration of each service group. If the file has no group, all services form one.
-    fn group_configs(&self, reader: &mut TomlReader<'_>) -> Vec<SchedulingGroupConfig> {
+    fn checked_group_configs(&self, reader: &mut TomlReader<'_>) -> Vec<SchedulingGroupConfig> {
         if self.groups.is_empty() {
-            return vec![SchedulingGroupConfig { parameters: SchedulingParameters::new(1), ranking: self.ranking.0 }];
+            return vec![SchedulingGroupConfig {
+                parameters: SchedulingParameters::new(1),
+                service_ranking: self.ranking.0,
+            }];
         }
         for (group_number, spanned_group) in self.groups.iter().enumerate() {
             let group_name = &spanned_group.get_ref().name;
@@ -315,19 +319,19 @@ impl UncheckedOrchestratorConfig {
         }
         let to_group_config = |group: &Spanned<ServiceGroupTable>| {
             let ServiceGroupTable { ranking, priority, weight, deadline, rate, burst, .. } = group.get_ref();
-            let ranking_parameter = ranking_parameter(self.ranking.0, priority.0, weight.0, deadline.0);
+            let ranking_parameter = priority_weight_or_deadline(self.ranking.0, priority.0, weight.0, deadline.0);
             SchedulingGroupConfig {
                 parameters: SchedulingParameters {
-                    rank_parameter: ranking_parameter,
+                    priority_weight_or_deadline: ranking_parameter,
                     rate_limit: rate_limit_from_config(rate.as_ref(), *burst),
                 },
-                ranking: ranking.0,
+                service_ranking: ranking.0,
             }
         };
         self.groups.iter().map(to_group_config).collect()
     }
 
-    fn group_index(&self, service: &ServiceTable) -> Result<u8, String> {
+    fn group_index(&self, service: &OrchestratedServiceTable) -> Result<u8, String> {
         match (&service.group, self.groups.is_empty()) {
             (None, true) => Ok(0),
             (None, false) => Err("a service without `group`: expected the name of a [[group]]".to_owned()),
@@ -339,11 +343,16 @@ impl UncheckedOrchestratorConfig {
     }
 }
 
-fn ranking_parameter(ranking: MemberRanking, priority: u64, weight: u64, deadline: Duration) -> u32 {
+fn priority_weight_or_deadline(
+    ranking: SchedulingMemberRanking,
+    priority: u64,
+    weight: u64,
+    deadline: Duration,
+) -> u32 {
     match ranking {
-        MemberRanking::StrictPriority => priority as u32,
-        MemberRanking::WeightedShare => weight as u32,
-        MemberRanking::EarliestDeadline => deadline.as_nanos() as u32,
+        SchedulingMemberRanking::StrictPriority => priority as u32,
+        SchedulingMemberRanking::WeightedShare => weight as u32,
+        SchedulingMemberRanking::EarliestDeadline => deadline.as_nanos() as u32,
     }
 }
 
@@ -354,16 +363,16 @@ fn rate_limit_from_config(
     rate.map(|rate| DispatchRateLimit { token_interval: SECOND_NS / rate.0, burst_tokens: burst.0 as u32 })
 }
 
-impl ServiceTable {
-    fn scheduling_parameters(&self, ranking: MemberRanking) -> SchedulingParameters {
-        let ranking_parameter = ranking_parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
+impl OrchestratedServiceTable {
+    fn scheduling_parameters(&self, ranking: SchedulingMemberRanking) -> SchedulingParameters {
+        let ranking_parameter = priority_weight_or_deadline(ranking, self.priority.0, self.weight.0, self.deadline.0);
         SchedulingParameters {
-            rank_parameter: ranking_parameter,
+            priority_weight_or_deadline: ranking_parameter,
             rate_limit: rate_limit_from_config(self.rate.as_ref(), self.burst),
         }
     }
 
-    fn listen_address(&self, uses_af_xdp: bool) -> Result<SocketAddrV4, String> {
+    fn checked_listen_address(&self, uses_af_xdp: bool) -> Result<SocketAddrV4, String> {
         match self.listen {
             SocketAddr::V4(address) if uses_af_xdp && address.ip().is_unspecified() => {
                 Err(format!("listen {address} with intake = \"af-xdp\": expected the address to which requests go"))
@@ -373,8 +382,8 @@ impl ServiceTable {
         }
     }
 
-    fn checked_lambda(&self) -> Result<Lambda, String> {
-        Lambda::new(self.lambda).map_err(|error| error.to_string())
+    fn checked_lambda(&self) -> Result<RankLambda, String> {
+        RankLambda::new(self.lambda).map_err(|error| error.to_string())
     }
 
     fn parse_pattern(&self) -> Result<Option<PayloadPattern>, String> {

@@ -14,13 +14,13 @@ use nix::sys::time::TimeSpec;
 
 use crate::classify::RequestClassifier;
 use crate::config::OrchestratorConfig;
-use crate::engine::{DispatchEngine, ServiceCounters};
+use crate::engine::{DispatchEngine, ServiceRequestCounters};
 use crate::intake::RequestIntake;
-use crate::report::{OrchestratorStatus, ServiceStatus, SharedOrchestratorStatus};
+use crate::report::{OrchestratedServiceStatus, OrchestratorStatus, SharedOrchestratorStatus};
 use crate::socket::UdpBatchSocket;
 
 /// Interval in nanoseconds between checks of the workers. A new worker is accepted after at most this time.
-const MAINTENANCE_INTERVAL_NS: u64 = 10_000_000;
+const WORKER_CHECK_INTERVAL_NS: u64 = 10_000_000;
 /// Time for which the idle daemon polls before it sleeps, in nanoseconds.
 const IDLE_SPIN_NS: u64 = 20_000;
 
@@ -29,7 +29,7 @@ pub struct OrchestratorDaemon {
     engine: DispatchEngine,
     intake: RequestIntake,
     listeners: Vec<RequestListener>,
-    listener_index_of_service: Vec<usize>,
+    listener_index_by_service: Vec<usize>,
     started_at: Instant,
     idle_sleep: Duration,
     next_maintenance_ns: u64,
@@ -53,7 +53,7 @@ impl OrchestratorDaemon {
         let mut listeners = Vec::new();
         let mut listener_index_of_service = vec![0; config.engine_config.services.len()];
         for (address, classifier) in &config.listeners {
-            let payload_bytes = usize::from(config.engine_config.payload_bytes);
+            let payload_bytes = usize::from(config.engine_config.max_payload_bytes);
             let socket = UdpBatchSocket::bind(*address, payload_bytes);
             let batch_socket = socket.with_context(|| format!("cannot listen on {address}"))?;
             classifier
@@ -69,7 +69,7 @@ impl OrchestratorDaemon {
             engine,
             intake,
             listeners,
-            listener_index_of_service,
+            listener_index_by_service: listener_index_of_service,
             started_at,
             idle_sleep,
             next_maintenance_ns,
@@ -93,7 +93,7 @@ impl OrchestratorDaemon {
         service_manager::notify_ready();
         let mut watchdog = WatchdogNotifier::default();
         while !stop_flag.load(Relaxed) {
-            let processed_count = self.run_once()?;
+            let processed_count = self.run_one_iteration()?;
             let now_ns = self.now_ns();
             watchdog.notify_if_due(Duration::from_nanos(now_ns));
             if processed_count > 0 {
@@ -110,15 +110,15 @@ impl OrchestratorDaemon {
 
     /// Runs one iteration of the main loop without sleeping. Returns how many requests, responses and messages it has
     /// processed. Fails when a socket fails.
-    pub fn run_once(&mut self) -> anyhow::Result<usize> {
+    pub fn run_one_iteration(&mut self) -> anyhow::Result<usize> {
         let now_ns = self.now_ns();
         let received_request_count = self.receive_from_af_xdp(now_ns) + self.receive_from_sockets(now_ns)?;
         let response_and_message_count = self.poll_cores(now_ns);
         self.engine.check_load_monitors(now_ns);
         if now_ns >= self.next_maintenance_ns {
-            self.next_maintenance_ns = now_ns + MAINTENANCE_INTERVAL_NS;
+            self.next_maintenance_ns = now_ns + WORKER_CHECK_INTERVAL_NS;
             self.check_workers(now_ns);
-            self.intake.check_device();
+            self.intake.fall_back_if_device_gone();
             if let Some(shared_status) = &self.shared_status {
                 shared_status.publish_if_requested(|| self.current_status());
             }
@@ -159,14 +159,14 @@ impl OrchestratorDaemon {
     }
 
     fn poll_cores(&mut self, now_ns: u64) -> usize {
-        let Self { engine, listeners, listener_index_of_service: listener_of_service, .. } = self;
+        let Self { engine, listeners, listener_index_by_service: listener_of_service, .. } = self;
         engine.poll(now_ns, &mut |service, client, response| {
             listeners[listener_of_service[usize::from(service)]].batch_socket.queue_datagram(client, response);
         })
     }
 
     fn check_workers(&mut self, now_ns: u64) {
-        let Self { engine, listeners, listener_index_of_service: listener_of_service, .. } = self;
+        let Self { engine, listeners, listener_index_by_service: listener_of_service, .. } = self;
         engine.check_workers(now_ns, &mut |service, client, response| {
             listeners[listener_of_service[usize::from(service)]].batch_socket.queue_datagram(client, response);
         });
@@ -175,7 +175,7 @@ impl OrchestratorDaemon {
     /// Sleeps until a request arrives or a timer is due. Workers' responses do not end the sleep, so it is short while
     /// cores have requests.
     fn wait_for_work(&self, now_ns: u64) -> anyhow::Result<()> {
-        let next_timer_ns = self.engine.next_timer_ns(now_ns).unwrap_or(u64::MAX).min(self.next_maintenance_ns);
+        let next_timer_ns = self.engine.next_timer_due_ns(now_ns).unwrap_or(u64::MAX).min(self.next_maintenance_ns);
         let mut timeout = Duration::from_nanos(next_timer_ns.saturating_sub(now_ns));
         if self.engine.has_outstanding_requests() {
             timeout = timeout.min(self.idle_sleep);
@@ -197,19 +197,19 @@ impl OrchestratorDaemon {
     pub fn current_status(&self) -> OrchestratorStatus {
         let dispatch_policy = self.engine.dispatch_policy();
         let all_cores = 0..dispatch_policy.ranks().core_count();
-        let to_service_status = |(service, counters): (u8, &ServiceCounters)| ServiceStatus {
-            listen_address: self.listeners[self.listener_index_of_service[usize::from(service)]].address,
+        let to_service_status = |(service, counters): (u8, &ServiceRequestCounters)| OrchestratedServiceStatus {
+            listen_address: self.listeners[self.listener_index_by_service[usize::from(service)]].address,
             counters: *counters,
             waiting_requests: dispatch_policy.waiting_request_count(service),
             outstanding_requests: all_cores
                 .clone()
-                .map(|core| u64::from(dispatch_policy.ranks().service_outstanding_count(service, core)))
+                .map(|core| u64::from(dispatch_policy.ranks().service_outstanding_request_count(service, core)))
                 .sum(),
         };
         OrchestratorStatus {
             service_statuses: (0..).zip(&self.engine.service_counters()).map(to_service_status).collect(),
             core_counters: *self.engine.core_counters(),
-            attached_workers: self.engine.attached_worker_count(),
+            attached_worker_count: self.engine.attached_worker_count(),
             intake_status: self.intake.status(),
             unclassified_datagrams: self.unclassified_datagrams,
             unsent_responses: self.listeners.iter().map(|listener| listener.batch_socket.unsent_datagram_count()).sum(),

@@ -6,18 +6,18 @@ use std::path::Path;
 use std::time::Duration;
 
 use coreward_model::dispatch::{
-    FirstEligibleOutConfig, FirstEligibleOutConfigError, JoinBoundedShortestRankedQueue, Lambda, LoadMonitor,
-    RankArrays, RankRule, RankedService, ReleasedRequest, WorkerStallDetector,
+    CoreRankRule, FirstEligibleOutConfig, FirstEligibleOutConfigError, JoinBoundedShortestRankedQueue, LoadMonitor,
+    RankArrays, RankLambda, RankedService, ReleasedRequest, WorkerStallDetector,
 };
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
 use coreward_runtime::layout::SegmentGeometry;
-use coreward_runtime::message::{HintMessage, HintTrigger, WorkerMessage};
-use coreward_runtime::{RuntimeError, ServiceEntry};
+use coreward_runtime::message::{LoadHintMessage, LoadHintTrigger, WorkerMessage};
+use coreward_runtime::{RuntimeError, SegmentServiceEntry};
 
 use crate::buffers::RequestBufferPool;
 
 /// Maximum number of responses that are received from one core in one batch. The same limit applies to messages.
-const MAX_BATCH_LENGTH: usize = 64;
+const MAX_RESPONSES_PER_BATCH: usize = 64;
 
 #[derive(Debug, Clone)]
 pub struct DispatchEngineConfig {
@@ -26,14 +26,14 @@ pub struct DispatchEngineConfig {
     /// Upper bound of a core's rank. A core whose rank reaches this bound gets no further requests.
     pub rank_bound: NonZeroU16,
     /// Rule that determines how a core's outstanding requests count in its rank.
-    pub rank_rule: RankRule,
+    pub rank_rule: CoreRankRule,
     /// Configuration of each service, in the order of `scheduler.queues`.
     pub services: Vec<EngineServiceConfig>,
     /// Scheduler, which decides the order in which waiting requests are sent to cores. Its capacity is the number of
     /// request buffers.
-    pub scheduler: FirstEligibleOutConfig,
+    pub scheduler_config: FirstEligibleOutConfig,
     /// Maximum payload of a request or response in bytes.
-    pub payload_bytes: u16,
+    pub max_payload_bytes: u16,
     /// Time after which a worker that has requests but completes none counts as stalled. It then gets no requests until
     /// it completes one.
     pub stall_after: Duration,
@@ -42,8 +42,8 @@ pub struct DispatchEngineConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineServiceConfig {
     /// Address and priority of the service. The process that serves it must register the same values.
-    pub service_entry: ServiceEntry,
-    pub lambda: Lambda,
+    pub service_entry: SegmentServiceEntry,
+    pub lambda: RankLambda,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -57,7 +57,7 @@ pub enum DispatchEngineError {
 
 /// Request counts of one service. Always received = dropped + rejected + waiting + outstanding + completed + lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ServiceCounters {
+pub struct ServiceRequestCounters {
     pub received_requests: u64,
     /// Requests that were dropped because too many requests waited for a core.
     pub dropped_requests: u64,
@@ -69,7 +69,7 @@ pub struct ServiceCounters {
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct CoreCounters {
+pub struct CoreRequestCounters {
     pub accepted_workers: u64,
     pub ended_workers: u64,
     /// Number of times that a worker stalled: it completed no request for so long that it got no further ones.
@@ -78,7 +78,7 @@ pub struct CoreCounters {
     /// Messages that had an unknown kind or were about services or cores that do not exist.
     pub invalid_messages: u64,
     /// Requests to enable a service on a core whose worker had just ended. They do not count as errors.
-    pub enable_requests_without_worker: u64,
+    pub enable_messages_without_worker: u64,
     pub rejected_feedback: u64,
     /// Number of times that the head and tail of a core's queue had impossible positions.
     pub damaged_queues: u64,
@@ -90,28 +90,28 @@ pub struct DispatchEngine {
     dispatch_policy: JoinBoundedShortestRankedQueue<u32>,
     queues: CoreQueues,
     buffers: RequestBufferPool,
-    services: Vec<ServiceState>,
-    cores: Vec<CoreState>,
-    counters: CoreCounters,
-    payload_bytes: usize,
+    services: Vec<EngineServiceState>,
+    cores: Vec<EngineCoreState>,
+    core_counters: CoreRequestCounters,
+    max_payload_bytes: usize,
     stall_after: Duration,
 }
 
 #[derive(Debug)]
-struct ServiceState {
+struct EngineServiceState {
     priority: u8,
     load_monitor: LoadMonitor,
     /// Core whose worker has not yet acted on the service's last load hint, or `None` if no hint awaits action.
     hinted_core: Option<u16>,
-    counters: ServiceCounters,
+    counters: ServiceRequestCounters,
 }
 
 #[derive(Debug)]
-struct CoreState {
+struct EngineCoreState {
     has_worker: bool,
     is_stalled: bool,
     /// Bit mask of the services that the worker has enabled. The mask is kept while the worker is stalled.
-    enabled_services: u64,
+    enabled_service_mask: u64,
     completed_request_count: u64,
     stall_detector: WorkerStallDetector,
 }
@@ -126,23 +126,23 @@ impl DispatchEngine {
         };
         let ranked_services: Vec<_> = config.services.iter().map(to_ranked_service).collect();
         let rank_arrays = RankArrays::new(config.core_count, &ranked_services, config.rank_rule, config.rank_bound);
-        let mut dispatch_policy = JoinBoundedShortestRankedQueue::with_ranks(rank_arrays, &config.scheduler)?;
+        let mut dispatch_policy = JoinBoundedShortestRankedQueue::with_ranks(rank_arrays, &config.scheduler_config)?;
         for service in 0..config.services.len() as u8 {
             (0..config.core_count).for_each(|core| dispatch_policy.set_service_enabled(service, core, false));
         }
         let service_entries: Vec<_> = config.services.iter().map(|service| service.service_entry).collect();
         let core_queues = CoreQueues::create(path, config.segment_geometry(), &service_entries)?;
-        let payload_bytes = usize::from(config.payload_bytes);
-        let services = service_entries.iter().map(|entry| ServiceState {
+        let payload_bytes = usize::from(config.max_payload_bytes);
+        let services = service_entries.iter().map(|entry| EngineServiceState {
             priority: entry.priority,
             load_monitor: LoadMonitor::default(),
             hinted_core: None,
-            counters: ServiceCounters::default(),
+            counters: ServiceRequestCounters::default(),
         });
-        let new_core_state = || CoreState {
+        let new_core_state = || EngineCoreState {
             has_worker: false,
             is_stalled: false,
-            enabled_services: 0,
+            enabled_service_mask: 0,
             completed_request_count: 0,
             stall_detector: WorkerStallDetector::new(Duration::ZERO, 0),
         };
@@ -150,11 +150,11 @@ impl DispatchEngine {
             dispatch_policy,
             queues: core_queues,
             // One more buffer is needed because a request is stored in the full buffer before another one is dropped.
-            buffers: RequestBufferPool::new(config.scheduler.max_waiting_requests + 1, payload_bytes),
+            buffers: RequestBufferPool::new(config.scheduler_config.max_waiting_requests + 1, payload_bytes),
             services: services.collect(),
             cores: (0..config.core_count).map(|_| new_core_state()).collect(),
-            counters: CoreCounters::default(),
-            payload_bytes,
+            core_counters: CoreRequestCounters::default(),
+            max_payload_bytes: payload_bytes,
             stall_after: config.stall_after,
         })
     }
@@ -165,7 +165,7 @@ impl DispatchEngine {
     pub fn submit_request(&mut self, now_ns: u64, service: u8, client: SocketAddrV4, payload: &[u8]) {
         let counters = &mut self.services[usize::from(service)].counters;
         counters.received_requests += 1;
-        if payload.len() > self.payload_bytes {
+        if payload.len() > self.max_payload_bytes {
             counters.rejected_requests += 1;
             return;
         }
@@ -190,7 +190,7 @@ impl DispatchEngine {
     #[inline]
     fn send_request_to_core(&mut self, ReleasedRequest { service, core }: ReleasedRequest, handle: u32) {
         let buffer = self.buffers.get(handle);
-        let header = RequestHeader { client: buffer.client, service, arrival_time_ns: buffer.arrived_ns };
+        let header = RequestHeader { client: buffer.client, service, arrival_time_ns: buffer.arrival_time_ns };
         let priority = self.services[usize::from(service)].priority;
         let send_result = self.queues.send_request(core, priority, &header, buffer.payload());
         self.buffers.release(handle);
@@ -203,7 +203,7 @@ impl DispatchEngine {
                 "the request queue of a core does not accept a request: the orchestrator drops the request"
             );
             self.services[usize::from(service)].counters.rejected_requests += 1;
-            self.counters.damaged_queues += u64::from(matches!(error, RuntimeError::DamagedQueue { .. }));
+            self.core_counters.damaged_queues += u64::from(matches!(error, RuntimeError::DamagedQueue { .. }));
             self.dispatch_policy.record_feedback(service, core, 1).expect("the request was counted");
             self.release_core(core);
         }
@@ -232,9 +232,9 @@ impl DispatchEngine {
 
     #[inline]
     fn receive_responses(&mut self, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
-        let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
-        let mut engine_state = EngineStateRefs { dispatch_policy, services, cores, counters };
-        queues.receive_responses(core, MAX_BATCH_LENGTH, |header, payload| {
+        let Self { queues, dispatch_policy, services, cores, core_counters: counters, .. } = self;
+        let mut engine_state = EngineStateRefs { dispatch_policy, services, cores, core_counters: counters };
+        queues.receive_responses(core, MAX_RESPONSES_PER_BATCH, |header, payload| {
             if engine_state.record_completions(header.service, core, header.completed_count)
                 && let Some(payload) = payload
             {
@@ -245,9 +245,11 @@ impl DispatchEngine {
 
     #[inline]
     fn receive_messages(&mut self, now_ns: u64, core: u16) -> usize {
-        let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
-        let mut engine_state = EngineStateRefs { dispatch_policy, services, cores, counters };
-        queues.receive_messages(core, MAX_BATCH_LENGTH, |message| engine_state.apply_worker_message(now_ns, message))
+        let Self { queues, dispatch_policy, services, cores, core_counters: counters, .. } = self;
+        let mut engine_state = EngineStateRefs { dispatch_policy, services, cores, core_counters: counters };
+        queues.receive_messages(core, MAX_RESPONSES_PER_BATCH, |message| {
+            engine_state.apply_worker_message(now_ns, message)
+        })
     }
 
     /// Accepts a core's new worker. Requests that the previous worker has not completed are lost.
@@ -256,7 +258,7 @@ impl DispatchEngine {
             self.end_worker(now_ns, core, send_response);
         }
         self.queues.accept_worker(core);
-        self.counters.accepted_workers += 1;
+        self.core_counters.accepted_workers += 1;
         let core_state = &mut self.cores[usize::from(core)];
         core_state.has_worker = true;
         core_state.stall_detector =
@@ -275,7 +277,7 @@ impl DispatchEngine {
                 continue;
             }
             if self.queues.has_worker(core) {
-                self.check_worker_progress(now_ns, core);
+                self.update_worker_stall_state(now_ns, core);
             } else {
                 self.end_worker(now_ns, core, send_response);
             }
@@ -283,8 +285,8 @@ impl DispatchEngine {
         self.dispatch_waiting_requests(now_ns);
     }
 
-    fn check_worker_progress(&mut self, now_ns: u64, core: u16) {
-        let outstanding_request_count = self.dispatch_policy.ranks().core_outstanding_count(core) as usize;
+    fn update_worker_stall_state(&mut self, now_ns: u64, core: u16) {
+        let outstanding_request_count = self.dispatch_policy.ranks().core_outstanding_request_count(core) as usize;
         let core_state = &mut self.cores[usize::from(core)];
         let now = Duration::from_nanos(now_ns);
         let is_stalled = core_state.stall_detector.detect_stall(
@@ -297,8 +299,8 @@ impl DispatchEngine {
             return;
         }
         core_state.is_stalled = is_stalled;
-        self.counters.worker_stalls += u64::from(is_stalled);
-        let enabled_services = core_state.enabled_services;
+        self.core_counters.worker_stalls += u64::from(is_stalled);
+        let enabled_services = core_state.enabled_service_mask;
         for service in (0..self.services.len() as u8).filter(|service| enabled_services >> service & 1 == 1) {
             self.dispatch_policy.set_service_enabled(service, core, !is_stalled);
         }
@@ -329,11 +331,12 @@ impl DispatchEngine {
     /// Counts the core's outstanding requests as lost, and disables all services on the core.
     fn release_core(&mut self, core: u16) {
         self.queues.release_core(core);
-        self.counters.ended_workers += 1;
+        self.core_counters.ended_workers += 1;
         let mut lost_request_count = 0;
         for service in 0..self.services.len() as u8 {
             self.dispatch_policy.set_service_enabled(service, core, false);
-            let outstanding_request_count = self.dispatch_policy.ranks().service_outstanding_count(service, core);
+            let outstanding_request_count =
+                self.dispatch_policy.ranks().service_outstanding_request_count(service, core);
             self.dispatch_policy
                 .record_feedback(service, core, outstanding_request_count)
                 .expect("so many are outstanding");
@@ -345,7 +348,7 @@ impl DispatchEngine {
             }
         }
         let core_state = &mut self.cores[usize::from(core)];
-        (core_state.has_worker, core_state.is_stalled, core_state.enabled_services) = (false, false, 0);
+        (core_state.has_worker, core_state.is_stalled, core_state.enabled_service_mask) = (false, false, 0);
         tracing::info!(
             event = "worker-ended",
             core,
@@ -363,7 +366,7 @@ impl DispatchEngine {
             }
             let (oldest_arrival_time, waiting_peak) = (
                 self.dispatch_policy.scheduler().oldest_arrival_time(service),
-                self.dispatch_policy.take_peak_waiting_count(service),
+                self.dispatch_policy.take_peak_waiting_request_count(service),
             );
             let Some(hint) = service_state.load_monitor.check_for_hint(now_ns, oldest_arrival_time, waiting_peak)
             else {
@@ -374,19 +377,19 @@ impl DispatchEngine {
                 .filter(has_waiting_requests)
                 .fold(0, |mask, service| mask | 1 << service);
             let least_loaded_core = self.dispatch_policy.ranks().least_loaded_core(service);
-            let message = HintMessage { service, hint, waiting_services };
+            let message = LoadHintMessage { service, hint, waiting_service_mask: waiting_services };
             let hinted_core = least_loaded_core.filter(|core| self.queues.send_hint(*core, message).is_ok());
             let service_state = &mut self.services[usize::from(service)];
             service_state.hinted_core = hinted_core;
             match hinted_core {
-                Some(_) => self.counters.sent_hints += 1,
+                Some(_) => self.core_counters.sent_hints += 1,
                 None => service_state.rearm_load_monitor(),
             }
         }
     }
 
     /// Returns the time at which the next load monitor is due or a rate limit permits the next request, if any.
-    pub fn next_timer_ns(&self, now_ns: u64) -> Option<u64> {
+    pub fn next_timer_due_ns(&self, now_ns: u64) -> Option<u64> {
         let monitor_check_times = self.services.iter().filter_map(|service| service.load_monitor.next_check_time());
         // If that time has passed, the requests wait for a core and not for the rate limit.
         let rate_limit_end_time =
@@ -395,14 +398,14 @@ impl DispatchEngine {
     }
 
     pub fn has_outstanding_requests(&self) -> bool {
-        (0..self.cores.len() as u16).any(|core| self.dispatch_policy.ranks().core_outstanding_count(core) > 0)
+        (0..self.cores.len() as u16).any(|core| self.dispatch_policy.ranks().core_outstanding_request_count(core) > 0)
     }
 
     pub fn dispatch_policy(&self) -> &JoinBoundedShortestRankedQueue<u32> {
         &self.dispatch_policy
     }
 
-    pub fn service_counters(&self) -> Vec<ServiceCounters> {
+    pub fn service_counters(&self) -> Vec<ServiceRequestCounters> {
         self.services.iter().map(|service| service.counters).collect()
     }
 
@@ -410,16 +413,16 @@ impl DispatchEngine {
         self.cores.iter().filter(|core| core.has_worker).count()
     }
 
-    pub fn core_counters(&self) -> &CoreCounters {
-        &self.counters
+    pub fn core_counters(&self) -> &CoreRequestCounters {
+        &self.core_counters
     }
 }
 
 impl DispatchEngineConfig {
     fn segment_geometry(&self) -> SegmentGeometry {
         let queues_per_core = match self.rank_rule {
-            RankRule::Ranked | RankRule::Global => 1,
-            RankRule::PerService => self.services.len().max(1),
+            CoreRankRule::Ranked | CoreRankRule::Global => 1,
+            CoreRankRule::PerService => self.services.len().max(1),
         };
         let priority_count = self.services.iter().map(|service| service.service_entry.priority + 1).max().unwrap_or(1);
         let slots_per_queue = (u32::from(self.rank_bound.get()) * queues_per_core as u32).next_power_of_two();
@@ -427,12 +430,12 @@ impl DispatchEngineConfig {
             core_count: self.core_count,
             priority_count,
             slots_per_queue,
-            slot_bytes: SegmentGeometry::slot_bytes_for_payload(self.payload_bytes),
+            slot_bytes: SegmentGeometry::slot_bytes_for_payload(self.max_payload_bytes),
         }
     }
 }
 
-impl ServiceState {
+impl EngineServiceState {
     fn rearm_load_monitor(&mut self) {
         self.hinted_core = None;
         self.load_monitor.rearm_hints();
@@ -441,20 +444,20 @@ impl ServiceState {
 
 struct EngineStateRefs<'e> {
     dispatch_policy: &'e mut JoinBoundedShortestRankedQueue<u32>,
-    services: &'e mut [ServiceState],
-    cores: &'e mut [CoreState],
-    counters: &'e mut CoreCounters,
+    services: &'e mut [EngineServiceState],
+    cores: &'e mut [EngineCoreState],
+    core_counters: &'e mut CoreRequestCounters,
 }
 
 impl EngineStateRefs<'_> {
     #[inline]
     fn record_completions(&mut self, service: u8, core: u16, completion_count: u32) -> bool {
         let Some(service_state) = self.services.get_mut(usize::from(service)) else {
-            self.counters.invalid_messages += 1;
+            self.core_counters.invalid_messages += 1;
             return false;
         };
         if let Err(error) = self.dispatch_policy.record_feedback(service, core, completion_count) {
-            if self.counters.rejected_feedback == 0 {
+            if self.core_counters.rejected_feedback == 0 {
                 tracing::warn!(
                     event = "feedback-rejected",
                     core,
@@ -465,7 +468,7 @@ impl EngineStateRefs<'_> {
                      and logs no further ones"
                 );
             }
-            self.counters.rejected_feedback += 1;
+            self.core_counters.rejected_feedback += 1;
             return false;
         }
         service_state.counters.completed_requests += u64::from(completion_count);
@@ -491,24 +494,25 @@ impl EngineStateRefs<'_> {
             Some(WorkerMessage::EnableLoadMonitor { service, trigger }) if is_in_range(service, 0) => {
                 let load_monitor = &mut self.services[usize::from(service)].load_monitor;
                 match trigger {
-                    HintTrigger::ScaleUp(condition) => load_monitor.enable_scale_up(now_ns, condition),
-                    HintTrigger::ScaleDown(condition) => load_monitor.enable_scale_down(now_ns, condition),
+                    LoadHintTrigger::ScaleUp(condition) => load_monitor.enable_scale_up(now_ns, condition),
+                    LoadHintTrigger::ScaleDown(condition) => load_monitor.enable_scale_down(now_ns, condition),
                 }
             }
             Some(WorkerMessage::RearmLoadMonitor { service }) if is_in_range(service, 0) => {
                 self.services[usize::from(service)].rearm_load_monitor();
             }
-            _ => self.counters.invalid_messages += 1,
+            _ => self.core_counters.invalid_messages += 1,
         }
     }
 
     fn set_service_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
         let core_state = &mut self.cores[usize::from(core)];
         if is_enabled && !core_state.has_worker {
-            self.counters.enable_requests_without_worker += 1;
+            self.core_counters.enable_messages_without_worker += 1;
             return;
         }
-        core_state.enabled_services = core_state.enabled_services & !(1 << service) | u64::from(is_enabled) << service;
+        core_state.enabled_service_mask =
+            core_state.enabled_service_mask & !(1 << service) | u64::from(is_enabled) << service;
         self.dispatch_policy.set_service_enabled(service, core, is_enabled && !core_state.is_stalled);
     }
 }

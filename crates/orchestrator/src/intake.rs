@@ -75,7 +75,7 @@ impl RequestIntake {
     }
 
     /// Falls back to the UDP sockets if the device no longer exists. Must be called every few milliseconds.
-    pub fn check_device(&mut self) {
+    pub fn fall_back_if_device_gone(&mut self) {
         if let Some(Err(error)) = self.af_xdp_intake.as_ref().map(DatagramIntake::check_device_exists) {
             self.fall_back_to_sockets(format!("the device is gone: {error}"));
         }

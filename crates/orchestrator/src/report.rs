@@ -11,7 +11,7 @@ use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, MetricFamily, declare_family};
 use serde_json::{Value, json};
 
-use crate::engine::{CoreCounters, ServiceCounters};
+use crate::engine::{CoreRequestCounters, ServiceRequestCounters};
 use crate::intake::RequestIntakeStatus;
 
 metrics! {
@@ -47,9 +47,9 @@ metrics! {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OrchestratorStatus {
-    pub service_statuses: Vec<ServiceStatus>,
-    pub core_counters: CoreCounters,
-    pub attached_workers: usize,
+    pub service_statuses: Vec<OrchestratedServiceStatus>,
+    pub core_counters: CoreRequestCounters,
+    pub attached_worker_count: usize,
     pub intake_status: RequestIntakeStatus,
     /// Number of datagrams that matched no service.
     pub unclassified_datagrams: u64,
@@ -58,17 +58,17 @@ pub struct OrchestratorStatus {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ServiceStatus {
+pub struct OrchestratedServiceStatus {
     pub listen_address: SocketAddrV4,
-    pub counters: ServiceCounters,
+    pub counters: ServiceRequestCounters,
     /// Number of requests that wait because no core can take them yet.
     pub waiting_requests: u64,
     pub outstanding_requests: u64,
 }
 
-impl ServiceStatus {
-    fn requests_by_state(&self) -> [(&'static str, u64); 5] {
-        let ServiceCounters {
+impl OrchestratedServiceStatus {
+    fn request_counts_by_state(&self) -> [(&'static str, u64); 5] {
+        let ServiceRequestCounters {
             received_requests,
             dropped_requests,
             rejected_requests,
@@ -87,13 +87,13 @@ impl ServiceStatus {
 
 impl OrchestratorStatus {
     fn event_counts(&self) -> [(&'static str, u64); 10] {
-        let CoreCounters {
+        let CoreRequestCounters {
             accepted_workers: workers,
             ended_workers,
             worker_stalls: stalls,
             sent_hints: hints,
             invalid_messages: bad_messages,
-            enable_requests_without_worker: enabled_without_worker,
+            enable_messages_without_worker: enabled_without_worker,
             rejected_feedback: bad_feedback,
             damaged_queues: damaged,
         } = self.core_counters;
@@ -112,13 +112,13 @@ impl OrchestratorStatus {
     }
 
     pub fn to_json(&self) -> Value {
-        let service_to_json = |service: &ServiceStatus| {
+        let service_to_json = |service: &OrchestratedServiceStatus| {
             let mut service_json = json!({
                 "listen": service.listen_address,
                 "waiting": service.waiting_requests,
                 "outstanding": service.outstanding_requests,
             });
-            service.requests_by_state().iter().for_each(|(name, count)| service_json[*name] = (*count).into());
+            service.request_counts_by_state().iter().for_each(|(name, count)| service_json[*name] = (*count).into());
             service_json
         };
         let mut status_json =
@@ -138,7 +138,7 @@ impl OrchestratorStatus {
         let mut snapshot = component::base_metrics_snapshot(Component::Orchestrate);
         for (number, service) in self.service_statuses.iter().enumerate() {
             let service_number = number.to_string();
-            for (outcome, count) in service.requests_by_state() {
+            for (outcome, count) in service.request_counts_by_state() {
                 snapshot.add_value(&ORCHESTRATE_REQUESTS_TOTAL, [&service_number, outcome], count as f64);
             }
             snapshot.add_value(&ORCHESTRATE_WAITING_REQUESTS, [&service_number], service.waiting_requests as f64);
@@ -148,7 +148,7 @@ impl OrchestratorStatus {
                 service.outstanding_requests as f64,
             );
         }
-        snapshot.add_value(&ORCHESTRATE_WORKERS, [], self.attached_workers as f64);
+        snapshot.add_value(&ORCHESTRATE_WORKERS, [], self.attached_worker_count as f64);
         snapshot.add_value(&ORCHESTRATE_INTAKE, [self.intake_status.mode_name], 1.0);
         for (outcome, count) in &self.intake_status.datagram_counters {
             snapshot.add_value(&ORCHESTRATE_INTAKE_DATAGRAMS_TOTAL, [outcome], *count as f64);
@@ -167,12 +167,12 @@ const STATUS_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// takes system calls.
 #[derive(Debug)]
 pub struct SharedOrchestratorStatus {
-    shared_state: Mutex<SharedStatusState>,
+    shared_state: Mutex<SharedOrchestratorStatusState>,
     status_published: Condvar,
 }
 
 #[derive(Debug)]
-struct SharedStatusState {
+struct SharedOrchestratorStatusState {
     last_status: OrchestratorStatus,
     is_status_requested: bool,
 }
@@ -180,12 +180,12 @@ struct SharedStatusState {
 impl SharedOrchestratorStatus {
     pub fn new(status: OrchestratorStatus) -> Self {
         Self {
-            shared_state: Mutex::new(SharedStatusState { last_status: status, is_status_requested: false }),
+            shared_state: Mutex::new(SharedOrchestratorStatusState { last_status: status, is_status_requested: false }),
             status_published: Condvar::new(),
         }
     }
 
-    fn lock_state(&self) -> MutexGuard<'_, SharedStatusState> {
+    fn lock_state(&self) -> MutexGuard<'_, SharedOrchestratorStatusState> {
         self.shared_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -6,9 +6,9 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
 
 /// Maximum number of datagrams that one system call sends or receives.
-pub const MAX_BATCH_DATAGRAMS: usize = 32;
+pub const MAX_DATAGRAMS_PER_SYSCALL: usize = 32;
 /// Requested size of the kernel's receive buffer in bytes. The kernel may limit it.
-const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
+const SOCKET_RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 
 /// UDP socket with memory for a batch of received datagrams and a batch of datagrams to send.
 ///
@@ -18,11 +18,11 @@ pub struct UdpBatchSocket {
     udp_socket: UdpSocket,
     /// Memory for received datagrams, in slots of equal length.
     receive_buffer: Box<[u8]>,
-    slot_bytes: usize,
+    receive_slot_bytes: usize,
     /// Payloads of the outgoing datagrams, one after the other.
     send_buffer: Vec<u8>,
     /// Destination of each outgoing datagram, and the end of its payload in the send buffer.
-    queued_datagrams: Vec<(SocketAddrV4, usize)>,
+    destinations_and_payload_ends: Vec<(SocketAddrV4, usize)>,
     unsent_datagram_count: u64,
 }
 
@@ -31,18 +31,18 @@ impl UdpBatchSocket {
     /// `max_payload_bytes + 1` bytes.
     pub fn bind(address: SocketAddrV4, max_payload_bytes: usize) -> io::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None)?;
-        socket.set_recv_buffer_size(RECEIVE_BUFFER_BYTES)?;
+        socket.set_recv_buffer_size(SOCKET_RECEIVE_BUFFER_BYTES)?;
         socket.bind(&address.into())?;
         socket.set_nonblocking(true)?;
         let slot_bytes = max_payload_bytes + 1;
-        let receive_buffer = vec![0; slot_bytes * MAX_BATCH_DATAGRAMS].into();
-        let (send_buffer, destinations_and_ends) = (Vec::new(), Vec::with_capacity(MAX_BATCH_DATAGRAMS));
+        let receive_buffer = vec![0; slot_bytes * MAX_DATAGRAMS_PER_SYSCALL].into();
+        let (send_buffer, destinations_and_ends) = (Vec::new(), Vec::with_capacity(MAX_DATAGRAMS_PER_SYSCALL));
         Ok(Self {
             udp_socket: socket.into(),
             receive_buffer,
-            slot_bytes,
+            receive_slot_bytes: slot_bytes,
             send_buffer,
-            queued_datagrams: destinations_and_ends,
+            destinations_and_payload_ends: destinations_and_ends,
             unsent_datagram_count: 0,
         })
     }
@@ -50,8 +50,8 @@ impl UdpBatchSocket {
     /// Receives the next batch of datagrams and passes each to `accept` with its sender. Returns the number of
     /// datagrams, which may be 0. Fails when the socket fails.
     pub fn receive_batch(&mut self, accept: &mut impl FnMut(SocketAddrV4, &[u8])) -> io::Result<usize> {
-        let mut message_headers = MessageHeaders::default();
-        for (number, slot) in self.receive_buffer.chunks_exact_mut(self.slot_bytes).enumerate() {
+        let mut message_headers = BatchMessageHeaders::default();
+        for (number, slot) in self.receive_buffer.chunks_exact_mut(self.receive_slot_bytes).enumerate() {
             message_headers.io_vectors[number] =
                 libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot.len() };
         }
@@ -64,7 +64,8 @@ impl UdpBatchSocket {
                 Err(error) => return Err(error),
             }
         };
-        for (number, slot) in self.receive_buffer.chunks_exact(self.slot_bytes).take(datagram_count).enumerate() {
+        for (number, slot) in self.receive_buffer.chunks_exact(self.receive_slot_bytes).take(datagram_count).enumerate()
+        {
             accept(message_headers.sender_address(number), &slot[..message_headers.datagram_length(number)]);
         }
         Ok(datagram_count)
@@ -73,25 +74,25 @@ impl UdpBatchSocket {
     /// Adds a datagram to the batch to send. The batch is sent when it is full or [`flush`](Self::flush) is called.
     pub fn queue_datagram(&mut self, destination: SocketAddrV4, payload: &[u8]) {
         self.send_buffer.extend_from_slice(payload);
-        self.queued_datagrams.push((destination, self.send_buffer.len()));
-        if self.queued_datagrams.len() == MAX_BATCH_DATAGRAMS {
+        self.destinations_and_payload_ends.push((destination, self.send_buffer.len()));
+        if self.destinations_and_payload_ends.len() == MAX_DATAGRAMS_PER_SYSCALL {
             self.flush();
         }
     }
 
     pub fn flush(&mut self) {
-        if self.queued_datagrams.is_empty() {
+        if self.destinations_and_payload_ends.is_empty() {
             return;
         }
-        let (mut message_headers, mut payload_start) = (MessageHeaders::default(), 0);
-        for (number, (destination, payload_end)) in self.queued_datagrams.iter().enumerate() {
+        let (mut message_headers, mut payload_start) = (BatchMessageHeaders::default(), 0);
+        for (number, (destination, payload_end)) in self.destinations_and_payload_ends.iter().enumerate() {
             let payload = &self.send_buffer[payload_start..*payload_end];
             let iov_base = payload.as_ptr().cast_mut().cast();
             message_headers.io_vectors[number] = libc::iovec { iov_base, iov_len: payload.len() };
             message_headers.addresses[number] = to_sockaddr_in(*destination);
             payload_start = *payload_end;
         }
-        let (mut handled_count, datagram_count) = (0, self.queued_datagrams.len());
+        let (mut handled_count, datagram_count) = (0, self.destinations_and_payload_ends.len());
         while handled_count < datagram_count {
             match message_headers.send_datagrams(self.udp_socket.as_fd(), handled_count..datagram_count) {
                 Ok(sent_count) => handled_count += sent_count,
@@ -104,7 +105,7 @@ impl UdpBatchSocket {
             }
         }
         self.send_buffer.clear();
-        self.queued_datagrams.clear();
+        self.destinations_and_payload_ends.clear();
     }
 
     pub fn local_address(&self) -> io::Result<SocketAddrV4> {
@@ -126,22 +127,22 @@ impl AsFd for UdpBatchSocket {
 }
 
 /// Message headers for recvmmsg(2) and sendmmsg(2), with an address and an I/O vector for each datagram.
-struct MessageHeaders {
-    addresses: [libc::sockaddr_in; MAX_BATCH_DATAGRAMS],
-    io_vectors: [libc::iovec; MAX_BATCH_DATAGRAMS],
-    message_headers: [libc::mmsghdr; MAX_BATCH_DATAGRAMS],
+struct BatchMessageHeaders {
+    addresses: [libc::sockaddr_in; MAX_DATAGRAMS_PER_SYSCALL],
+    io_vectors: [libc::iovec; MAX_DATAGRAMS_PER_SYSCALL],
+    message_headers: [libc::mmsghdr; MAX_DATAGRAMS_PER_SYSCALL],
 }
 
-impl Default for MessageHeaders {
+impl Default for BatchMessageHeaders {
     fn default() -> Self {
         // SAFETY: integers and pointers, of which all zeros are valid values.
         unsafe { std::mem::zeroed() }
     }
 }
 
-impl MessageHeaders {
+impl BatchMessageHeaders {
     /// Makes the headers in `range` point to their addresses and I/O vectors at the current memory location of `self`.
-    fn link_headers(&mut self, range: Range<usize>) -> &mut [libc::mmsghdr] {
+    fn point_headers_at_buffers(&mut self, range: Range<usize>) -> &mut [libc::mmsghdr] {
         let linked_headers = &mut self.message_headers[range.clone()];
         let addresses_and_vectors = self.addresses[range.clone()].iter_mut().zip(&mut self.io_vectors[range]);
         for (header, (address, vector)) in linked_headers.iter_mut().zip(addresses_and_vectors) {
@@ -154,7 +155,7 @@ impl MessageHeaders {
     }
 
     fn receive_datagrams(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
-        let (headers, no_timeout) = (self.link_headers(0..MAX_BATCH_DATAGRAMS), std::ptr::null_mut());
+        let (headers, no_timeout) = (self.point_headers_at_buffers(0..MAX_DATAGRAMS_PER_SYSCALL), std::ptr::null_mut());
         let (first, count) = (headers.as_mut_ptr(), headers.len() as libc::c_uint);
         // SAFETY: all pointers are to memory that is borrowed until the call returns.
         let received_datagram_count =
@@ -164,7 +165,7 @@ impl MessageHeaders {
 
     /// Sends the queued datagrams with indexes in `range`. Returns the number of sent datagrams, which is at least one.
     fn send_datagrams(&mut self, socket: BorrowedFd<'_>, range: Range<usize>) -> io::Result<usize> {
-        let linked_headers = self.link_headers(range);
+        let linked_headers = self.point_headers_at_buffers(range);
         let (first, count) = (linked_headers.as_mut_ptr(), linked_headers.len() as libc::c_uint);
         // SAFETY: as in `receive_batch`; the kernel only reads the payloads.
         let sent_datagram_count = unsafe { libc::sendmmsg(socket.as_raw_fd(), first, count, libc::MSG_DONTWAIT) };

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use coreward_controller::Now;
+use coreward_controller::ClockReadings;
 use coreward_fleet::clock::wall_clock_time;
-use coreward_listener::REGISTRATION_TIMEOUT;
+use coreward_listener::STREAM_REGISTRATION_TIMEOUT;
 use coreward_listener::security::{AuthenticatedPeer, ListenerSecurity};
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::FleetRole;
@@ -27,7 +27,7 @@ use crate::reducer::ReportReducer;
 
 /// Maximum number of updates that wait for one agent. An agent that does not read its updates is disconnected at this
 /// limit.
-const AGENT_QUEUE_LENGTH: usize = 64;
+const AGENT_UPDATE_QUEUE_LENGTH: usize = 64;
 /// Maximum number of reports that wait for the controller, per connected agent on average. An agent whose report would
 /// exceed the total must reconnect, because a dropped report may have contained its RSS configuration.
 const MAX_WAITING_REPORTS_PER_AGENT: usize = 16;
@@ -35,7 +35,7 @@ const MAX_WAITING_REPORTS_PER_AGENT: usize = 16;
 type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
 /// State that the controller's connection shares with the agents' streams.
-pub struct RackState {
+pub struct SharedRackState {
     /// Connection to the controller, or `None` if no controller is connected.
     controller_session: Mutex<Option<ControllerSession>>,
     /// Number of the newest agent stream. Numbers are never reused, because the next controller may still serve a
@@ -49,7 +49,7 @@ struct ControllerSession {
     message_sender: mpsc::Sender<v1::RackMessage>,
     update_senders_by_stream: HashMap<u64, AgentUpdateSender>,
     /// Number of each agent's unanswered socket queries, by the number of its stream.
-    unanswered_query_counts: HashMap<u64, u32>,
+    unanswered_query_count_by_stream: HashMap<u64, u32>,
     reducer: ReportReducer,
     /// Reports that will be sent together with the next summaries.
     pending_reports: Vec<v1::FromAgent>,
@@ -61,7 +61,7 @@ pub struct RackConnectionStatus {
     pub agent_count: usize,
 }
 
-impl Default for RackState {
+impl Default for SharedRackState {
     fn default() -> Self {
         Self {
             controller_session: Mutex::new(None),
@@ -71,11 +71,11 @@ impl Default for RackState {
     }
 }
 
-impl RackState {
-    fn now(&self) -> Now {
+impl SharedRackState {
+    fn now(&self) -> ClockReadings {
         let wall = wall_clock_time();
         // A rack stores no records, so their clock is not needed.
-        Now { monotonic_time: self.start_time.elapsed(), wall_time: wall, record_time: wall }
+        ClockReadings { monotonic_time: self.start_time.elapsed(), wall_time: wall, record_clock_time: wall }
     }
 
     /// Locks the connection to the controller. The lock is held for microseconds, and never across an await.
@@ -98,7 +98,7 @@ impl RackState {
         *self.lock_controller_session() = Some(ControllerSession {
             message_sender,
             update_senders_by_stream,
-            unanswered_query_counts: open_query_counts,
+            unanswered_query_count_by_stream: open_query_counts,
             reducer,
             pending_reports,
         });
@@ -117,7 +117,7 @@ impl RackState {
             Some(v1::rack_update::Update::Configuration(configuration)) => {
                 connection.reducer.apply_configuration((&configuration).try_into()?);
             }
-            Some(v1::rack_update::Update::Agent(to_agent)) => connection.send_to_agent(to_agent),
+            Some(v1::rack_update::Update::Agent(to_agent)) => connection.send_update_to_agent(to_agent),
             None => tracing::warn!(
                 event = "update-unknown",
                 "the controller has sent an update of an unknown kind, which is ignored: upgrade the rack controller"
@@ -158,7 +158,7 @@ impl RackState {
     }
 
     /// Returns whether the agent's certificate permits reports for `server`. If it does not, sends the agent an error.
-    fn may_report_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
+    fn may_report_for_server(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
         let Err(rejection) = peer.require_role_and_name(FleetRole::Agent, server) else { return true };
         tracing::warn!(
             event = "agent-rejected",
@@ -186,11 +186,11 @@ impl RackState {
     }
 
     /// Counts an agent's message against the rate limit for reports, unless it answers a query.
-    fn count_message(&self, stream: u64, message: &Message) {
+    fn count_message_against_rate_limit(&self, stream: u64, message: &Message) {
         let (now, mut connection) = (self.now(), self.lock_controller_session());
         let Some(connection) = connection.as_mut() else { return };
         match connection
-            .unanswered_query_counts
+            .unanswered_query_count_by_stream
             .get_mut(&stream)
             .filter(|_| matches!(message, Message::SocketAnswer(_)))
         {
@@ -220,19 +220,19 @@ impl RackState {
         let has_room = connection.pending_reports.len()
             < MAX_WAITING_REPORTS_PER_AGENT * connection.update_senders_by_stream.len();
         if has_room {
-            connection.pending_reports.push(relayed_agent_message(stream, Message::Report(report)));
+            connection.pending_reports.push(wrap_agent_message(stream, Message::Report(report)));
         }
         has_room
     }
 }
 
 impl ControllerSession {
-    fn send_to_agent(&mut self, to_agent: v1::ToAgent) {
+    fn send_update_to_agent(&mut self, to_agent: v1::ToAgent) {
         let v1::ToAgent { stream, update, code, message } = to_agent;
         let Some(update_sender) = self.update_senders_by_stream.get(&stream) else { return };
         let is_stream_end = update.is_none();
         if matches!(update.as_ref().and_then(|update| update.update.as_ref()), Some(Update::SocketQuery(_))) {
-            *self.unanswered_query_counts.entry(stream).or_default() += 1;
+            *self.unanswered_query_count_by_stream.entry(stream).or_default() += 1;
         }
         let send_result = update_sender.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
         if is_stream_end || send_result.is_err() {
@@ -242,19 +242,19 @@ impl ControllerSession {
 
     fn forget_stream(&mut self, stream: u64) {
         self.update_senders_by_stream.remove(&stream);
-        self.unanswered_query_counts.remove(&stream);
+        self.unanswered_query_count_by_stream.remove(&stream);
         self.reducer.end_stream(stream);
     }
 }
 
-fn relayed_agent_message(stream: u64, message: Message) -> v1::FromAgent {
+fn wrap_agent_message(stream: u64, message: Message) -> v1::FromAgent {
     v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
 /// Returns the agent's next message. Reads none while the agent exceeds its rate limit, so that HTTP/2's flow control
 /// slows the agent.
-async fn next_message(
-    rack_state: &RackState,
+async fn read_next_message(
+    rack_state: &SharedRackState,
     stream: u64,
     agent_messages: &mut Streaming<v1::AgentMessage>,
 ) -> Result<Option<v1::AgentMessage>, Status> {
@@ -268,19 +268,19 @@ async fn next_message(
 }
 
 async fn serve_agent(
-    rack_state: Arc<RackState>,
+    rack_state: Arc<SharedRackState>,
     peer: AuthenticatedPeer,
     stream: u64,
     mut agent_messages: Streaming<v1::AgentMessage>,
     message_sender: mpsc::Sender<v1::RackMessage>,
 ) {
-    let (deadline, mut has_spoken) = (Instant::now() + REGISTRATION_TIMEOUT, false);
+    let (deadline, mut has_spoken) = (Instant::now() + STREAM_REGISTRATION_TIMEOUT, false);
     let forward_to_controller = async |agent_message| {
         message_sender.send(v1::RackMessage { agents: vec![agent_message], ..Default::default() }).await.is_ok()
     };
     loop {
         let message = tokio::select! {
-            message = next_message(&rack_state, stream, &mut agent_messages) => message,
+            message = read_next_message(&rack_state, stream, &mut agent_messages) => message,
             () = message_sender.closed() => break,
             () = tokio::time::sleep_until(deadline), if !has_spoken => break,
         };
@@ -290,13 +290,13 @@ async fn serve_agent(
             Message::Report(report) => rack_state.process_report(stream, report),
             // The controller knows the agent's server only from this message, so the certificate must match it.
             Message::Registration(registration)
-                if !rack_state.may_report_for(stream, &peer, &sanitize_str(&registration.server)) =>
+                if !rack_state.may_report_for_server(stream, &peer, &sanitize_str(&registration.server)) =>
             {
                 false
             }
             other => {
-                rack_state.count_message(stream, &other);
-                forward_to_controller(relayed_agent_message(stream, other)).await
+                rack_state.count_message_against_rate_limit(stream, &other);
+                forward_to_controller(wrap_agent_message(stream, other)).await
             }
         };
         if !is_stream_open {
@@ -307,25 +307,25 @@ async fn serve_agent(
     forward_to_controller(v1::FromAgent { stream, message: None }).await;
 }
 
-pub struct RackControlService {
-    pub rack_state: Arc<RackState>,
+pub struct RackGrpcService {
+    pub rack_state: Arc<SharedRackState>,
     /// Security settings of the agents' listener, such as the certificates that agents may use to authenticate
     /// themselves.
     pub security: Arc<ListenerSecurity>,
 }
 
-fn agents_only_status() -> Status {
+fn only_agents_accepted_status() -> Status {
     Status::unimplemented("this is a rack: expected an agent here, and everybody else at the controller")
 }
 
 #[tonic::async_trait]
-impl Control for RackControlService {
+impl Control for RackGrpcService {
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
         let peer = AuthenticatedPeer::from_request(&request, &self.security)?;
-        let (update_sender, update_receiver) = mpsc::channel(AGENT_QUEUE_LENGTH);
+        let (update_sender, update_receiver) = mpsc::channel(AGENT_UPDATE_QUEUE_LENGTH);
         let (stream, message_sender) = self.rack_state.begin_stream(update_sender)?;
         tokio::spawn(serve_agent(self.rack_state.clone(), peer, stream, request.into_inner(), message_sender));
         Ok(Response::new(Box::pin(ReceiverStream::new(update_receiver))))
@@ -335,18 +335,18 @@ impl Control for RackControlService {
         &self,
         _request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<BoxStream<v1::DataplaneUpdate>>, Status> {
-        Err(agents_only_status())
+        Err(only_agents_accepted_status())
     }
 
     async fn rack(
         &self,
         _request: Request<Streaming<v1::RackMessage>>,
     ) -> Result<Response<BoxStream<v1::RackUpdate>>, Status> {
-        Err(agents_only_status())
+        Err(only_agents_accepted_status())
     }
 
     async fn fleet(&self, _request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
-        Err(agents_only_status())
+        Err(only_agents_accepted_status())
     }
 }
 
@@ -356,7 +356,7 @@ mod tests {
 
     #[test]
     fn queue_for_a_stalled_controller_is_bounded() {
-        let rack_state = RackState::default();
+        let rack_state = SharedRackState::default();
         let (messages, _controller) = mpsc::channel(1);
         rack_state.on_controller_connected(messages, ReportReducer::new(Duration::from_secs(1), 8));
         let (update_sender, _agent) = mpsc::channel(1);
@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn streams_of_an_old_controller_are_not_relayed_to_the_next() {
-        let rack_state = RackState::default();
+        let rack_state = SharedRackState::default();
         let mut stream_numbers = [0, 0];
         for stream in &mut stream_numbers {
             let (messages, _controller) = mpsc::channel(1);

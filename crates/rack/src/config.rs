@@ -9,7 +9,7 @@ use coreward_config::{
 use coreward_daemon::ControllerAddresses;
 use coreward_listener::security::ListenerConfig;
 use coreward_model::policy::MAX_CANDIDATES;
-use coreward_tls::CredentialFiles;
+use coreward_tls::TlsCredentialFiles;
 use coreward_tls::certificate::CertificateFingerprint;
 
 /// Interval between an agent's complete reports, at most a minute so that `coreward status` is not too old.
@@ -33,7 +33,7 @@ config_struct! {
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
-        pub tls: Option<CredentialFiles>,
+        pub tls: Option<TlsCredentialFiles>,
         /// Certificates that are rejected although they are valid, such as those of lost keys.
         pub revoked_certificates: Vec<CertificateFingerprint>,
         /// Suppresses the warning that connections from other hosts are not encrypted without `[tls]`.

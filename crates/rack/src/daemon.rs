@@ -24,7 +24,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::agents::{RackControlService, RackState};
+use crate::agents::{RackGrpcService, SharedRackState};
 use crate::config::RackControllerConfig;
 use crate::reducer::ReportReducer;
 
@@ -40,7 +40,7 @@ metrics! {
 }
 
 /// Maximum number of queued messages to the controller. If the queue is full, agents wait and summaries are dropped.
-const CONTROLLER_QUEUE_LENGTH: usize = 64;
+const CONTROLLER_MESSAGE_QUEUE_LENGTH: usize = 64;
 
 /// Runs the rack controller until SIGTERM or SIGINT. Fails if the configuration file is invalid or the listening
 /// address cannot be bound.
@@ -61,7 +61,9 @@ pub fn run_rack_controller(config: &Path) -> anyhow::Result<()> {
         coreward_daemon::run_until_shutdown(async {
             tokio::select! {
                 outcome = rack.serve() => outcome,
-                never = reload_on_sighup(hangup_signal, config_path, config, &security) => match never {},
+                never = reload_revoked_certificates_on_sighup(hangup_signal, config_path, config, &security) => {
+                    match never {}
+                },
             }
         })
         .await
@@ -70,7 +72,7 @@ pub fn run_rack_controller(config: &Path) -> anyhow::Result<()> {
 
 /// Reloads the revoked certificates from the configuration file at each SIGHUP. Changes of other keys in the file need
 /// a restart, which disconnects agents for a second.
-async fn reload_on_sighup(
+async fn reload_revoked_certificates_on_sighup(
     mut hangup: Signal,
     path: &Path,
     initial_config: RackControllerConfig,
@@ -140,7 +142,7 @@ impl RackController {
     }
 
     async fn serve_agents(self) -> anyhow::Result<()> {
-        let rack_state = Arc::new(RackState::default());
+        let rack_state = Arc::new(SharedRackState::default());
         let (metrics_rack_state, metrics_security) = (rack_state.clone(), self.security.clone());
         metrics_endpoint::serve_metrics(
             self.config.metrics,
@@ -159,7 +161,7 @@ impl RackController {
             },
         )?;
         let grpc_server = coreward_listener::grpc_server_builder()
-            .add_service(SizeLimitedControlServer::new(RackControlService {
+            .add_service(SizeLimitedControlServer::new(RackGrpcService {
                 rack_state: rack_state.clone(),
                 security: self.security.clone(),
             }))
@@ -176,7 +178,10 @@ impl RackController {
     }
 }
 
-async fn run_controller_sessions(config: &RackControllerConfig, rack_state: &RackState) -> anyhow::Result<Infallible> {
+async fn run_controller_sessions(
+    config: &RackControllerConfig,
+    rack_state: &SharedRackState,
+) -> anyhow::Result<Infallible> {
     let mut connection =
         ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[FleetRole::Controller])?;
     loop {
@@ -189,10 +194,10 @@ async fn run_controller_sessions(config: &RackControllerConfig, rack_state: &Rac
 
 /// Records and logs that the controller has accepted this rack. Called for each of the controller's updates, the first
 /// of which shows the acceptance. Later calls have no effect.
-fn record_acceptance(
+fn record_acceptance_by_controller(
     config: &RackControllerConfig,
     connection: &ControllerConnection,
-    rack_state: &RackState,
+    rack_state: &SharedRackState,
     message_sender: &mpsc::Sender<v1::RackMessage>,
 ) {
     if rack_state.report_interval().is_some() || rack_state.rack_connection_status().is_controller_connected {
@@ -211,10 +216,10 @@ fn record_acceptance(
 async fn run_controller_session(
     config: &RackControllerConfig,
     connection: &mut ControllerConnection,
-    rack_state: &RackState,
+    rack_state: &SharedRackState,
 ) -> anyhow::Result<()> {
     let mut client = ControlClient::new(connection.connect().await?);
-    let (message_sender, message_receiver) = mpsc::channel(CONTROLLER_QUEUE_LENGTH);
+    let (message_sender, message_receiver) = mpsc::channel(CONTROLLER_MESSAGE_QUEUE_LENGTH);
     let registration =
         v1::RackRegistration { name: config.name.clone(), version: env!("CARGO_PKG_VERSION").to_owned() };
     message_sender.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
@@ -226,7 +231,7 @@ async fn run_controller_session(
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_controller_message();
-                record_acceptance(config, connection, rack_state, &message_sender);
+                record_acceptance_by_controller(config, connection, rack_state, &message_sender);
                 rack_state.apply_update(update)?;
             }
             () = tokio::time::sleep_until(next_summaries_at) => {

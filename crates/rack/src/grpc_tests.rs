@@ -21,11 +21,11 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Streaming};
 
-const RESULT_TIMEOUT: Duration = Duration::from_secs(60);
+const CONDITION_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Awaits `future`, and panics if it does not complete within a generous timeout.
 async fn await_within_timeout<T>(result_name: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(RESULT_TIMEOUT, future).await.unwrap_or_else(|_| panic!("{result_name} does not come"))
+    tokio::time::timeout(CONDITION_TIMEOUT, future).await.unwrap_or_else(|_| panic!("{result_name} does not come"))
 }
 
 async fn connect_client(address: SocketAddr) -> ControlClient<tonic::transport::Channel> {
@@ -126,7 +126,7 @@ impl TestAgent {
                     update = updates.message() => if !matches!(update, Ok(Some(_))) { return },
                 }
                 let report =
-                    v1::AgentMessage { message: Some(agent_message::Message::Report(report_message(sequence, loads))) };
+                    v1::AgentMessage { message: Some(agent_message::Message::Report(build_report(sequence, loads))) };
                 if sender.send(report).await.is_err() {
                     return;
                 }
@@ -135,7 +135,7 @@ impl TestAgent {
     }
 }
 
-fn report_message(sequence_number: u64, loads: [f64; 2]) -> v1::Report {
+fn build_report(sequence_number: u64, loads: [f64; 2]) -> v1::Report {
     v1::Report {
         sequence: sequence_number,
         sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
@@ -178,7 +178,7 @@ impl TestLoadBalancer {
     /// Returns the first table with the expected candidates (server number and load in percent) for buckets 0 and 1.
     async fn wait_for_table(&mut self, expected_candidates: [&[(u32, u32)]; 2]) -> PlacementTable {
         let mut last_candidates = Vec::new();
-        let table_search = tokio::time::timeout(RESULT_TIMEOUT, async {
+        let table_search = tokio::time::timeout(CONDITION_TIMEOUT, async {
             loop {
                 let update = self.updates.message().await.unwrap().expect("the stream goes on").update;
                 let Some(dataplane_update::Update::Table(bytes)) = update else { continue };

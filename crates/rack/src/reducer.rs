@@ -3,17 +3,17 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
-use coreward_controller::Now;
+use coreward_controller::ClockReadings;
 use coreward_controller::agent::Agent;
-use coreward_controller::pool::relayed_loads;
+use coreward_controller::pool::policy_loads_for_rack;
 use coreward_controller::rejection::MessageRejection;
 use coreward_model::ServerId;
-use coreward_model::policy::{self, Policy, PoolServer, RackSummary, ServerPool};
+use coreward_model::policy::{self, PlacementPolicy, PoolServer, RackSummary, ServerPool};
 use coreward_wire::rack::encode_summary;
 use coreward_wire::{AgentReport, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, v1};
 
 /// Age at which a forwarded report expires, as a number of detail intervals.
-const REPORT_VALIDITY_INTERVALS: u32 = 3;
+const FORWARDED_REPORT_LIFETIME_INTERVALS: u32 = 3;
 
 /// Converter of agents' reports into summaries for the controller. It also selects the reports to forward completely.
 pub struct ReportReducer {
@@ -26,7 +26,7 @@ pub struct ReportReducer {
     /// State of each agent, by its stream's number.
     agents_by_stream: BTreeMap<u64, ReducedAgentState>,
     /// Placement policy of each service, which keeps state about the loads.
-    policies_by_service: HashMap<ServiceIndex, Box<dyn Policy>>,
+    policies_by_service: HashMap<ServiceIndex, Box<dyn PlacementPolicy>>,
 }
 
 /// State of an agent, with the contents of the report that was forwarded last.
@@ -39,7 +39,7 @@ struct ReducedAgentState {
 impl ReducedAgentState {
     /// Returns whether the report must be forwarded completely: it is the first, its state has changed, or its details
     /// are due.
-    fn must_forward(&self, report: &v1::Report, min_forwarding_interval: Duration, now: Now) -> bool {
+    fn must_forward(&self, report: &v1::Report, min_forwarding_interval: Duration, now: ClockReadings) -> bool {
         self.last_forwarded_report.as_ref().is_none_or(|last_report| {
             let has_new_details = now.monotonic_time.saturating_sub(last_report.forwarded_at)
                 >= min_forwarding_interval
@@ -119,7 +119,7 @@ impl ReportReducer {
     }
 
     /// Returns the time until the stream's next message may be read. Zero means that it may be read now.
-    pub fn time_until_next_message(&self, stream: u64, now: Now) -> Duration {
+    pub fn time_until_next_message(&self, stream: u64, now: ClockReadings) -> Duration {
         let agent_and_configuration = self.agents_by_stream.get(&stream).zip(self.configuration.as_ref());
         agent_and_configuration.map_or(Duration::ZERO, |(agent_state, configuration)| {
             agent_state.agent.time_until_next_report(configuration.report_interval, now)
@@ -127,7 +127,7 @@ impl ReportReducer {
     }
 
     /// Counts a message that answers no query against the rate limit for reports.
-    pub fn count_unsolicited_message(&mut self, stream: u64, now: Now) {
+    pub fn count_unsolicited_message(&mut self, stream: u64, now: ClockReadings) {
         if let (Some(agent_state), Some(configuration)) = (self.agents_by_stream.get_mut(&stream), &self.configuration)
         {
             agent_state.agent.take_report_token(configuration.report_interval, now);
@@ -140,7 +140,7 @@ impl ReportReducer {
         &mut self,
         stream: u64,
         report: v1::Report,
-        now: Now,
+        now: ClockReadings,
     ) -> (Option<v1::Report>, Result<(), MessageRejection>) {
         let Some(agent_state) = self.agents_by_stream.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
@@ -164,7 +164,7 @@ impl ReportReducer {
                 rss_generation: report.rss_generation,
                 warnings,
             });
-            let validity_ms = (REPORT_VALIDITY_INTERVALS * detail_interval).as_millis() as u32;
+            let validity_ms = (FORWARDED_REPORT_LIFETIME_INTERVALS * detail_interval).as_millis() as u32;
             v1::Report { time_to_live_ms: report.time_to_live_ms.max(validity_ms), ..report.clone() }
         });
         // The acknowledged generation is 0, because the controller handles acknowledgements.
@@ -174,7 +174,7 @@ impl ReportReducer {
     }
 
     /// Returns the summaries for all services. Called once per report interval.
-    pub fn compute_summaries(&mut self, now: Now) -> Vec<v1::RackSummary> {
+    pub fn compute_summaries(&mut self, now: ClockReadings) -> Vec<v1::RackSummary> {
         let Some(configuration) = &self.configuration else { return Vec::new() };
         let servers_by_id: HashMap<ServerId, &RackServer> =
             configuration.servers.iter().map(|server| (server.id, server)).collect();
@@ -184,7 +184,7 @@ impl ReportReducer {
             let to_pool_server = |member: &RackMember| {
                 let server = servers_by_id.get(&member.id)?;
                 let agent_state = self.agents_by_stream.get(&server.stream_number)?;
-                Some(pool_server(service, server, member, &agent_state.agent, now))
+                Some(build_pool_server(service, server, member, &agent_state.agent, now))
             };
             let pool = ServerPool::new(service.members.iter().filter_map(to_pool_server).collect(), 1);
             let summary =
@@ -195,8 +195,14 @@ impl ReportReducer {
     }
 }
 
-fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, agent: &Agent, now: Now) -> PoolServer {
-    let loads = agent.fresh_core_loads(now).map(|loads| relayed_loads(service.places_each_datagram, loads));
+fn build_pool_server(
+    service: &RackService,
+    server: &RackServer,
+    member: &RackMember,
+    agent: &Agent,
+    now: ClockReadings,
+) -> PoolServer {
+    let loads = agent.fresh_core_loads(now).map(|loads| policy_loads_for_rack(service.places_each_datagram, loads));
     PoolServer {
         is_eligible: member.is_eligible,
         loads,
@@ -211,7 +217,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
 
 #[cfg(test)]
 mod tests {
-    use coreward_controller::rejection::MAX_REPORT_BURST;
+    use coreward_controller::rejection::MAX_REPORTS_PER_BURST;
     use coreward_model::load::SmoothingWeight;
 
     use super::*;
@@ -227,7 +233,11 @@ mod tests {
             servers: Vec::new(),
             services: Vec::new(),
         });
-        let now = Now { monotonic_time: Duration::ZERO, wall_time: Duration::ZERO, record_time: Duration::ZERO };
+        let now = ClockReadings {
+            monotonic_time: Duration::ZERO,
+            wall_time: Duration::ZERO,
+            record_clock_time: Duration::ZERO,
+        };
         let (mut forwarded_count, mut rejected_count) = (0, 0);
         for _ in 0..100 {
             // A report with other RSS settings would be forwarded.
@@ -236,6 +246,6 @@ mod tests {
             forwarded_count += u32::from(report.is_some());
             rejected_count += u32::from(matches!(outcome, Err(MessageRejection::TooManyReports(_))));
         }
-        assert_eq!((forwarded_count, rejected_count), (MAX_REPORT_BURST, 100 - MAX_REPORT_BURST));
+        assert_eq!((forwarded_count, rejected_count), (MAX_REPORTS_PER_BURST, 100 - MAX_REPORTS_PER_BURST));
     }
 }

@@ -12,7 +12,7 @@ use coreward_control_server::server::ControllerServer;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
 use coreward_tls::connect::GrpcConnector;
-use coreward_tls::{CredentialFiles, FleetIdentity, FleetRole, ReloadableCredentials};
+use coreward_tls::{FleetIdentity, FleetRole, ReloadableTlsCredentials, TlsCredentialFiles};
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use tokio::sync::mpsc;
@@ -36,7 +36,7 @@ impl TestCertificates {
         self.0.path()
     }
 
-    fn issue_credentials(&self, role: FleetRole, name: &str) -> CredentialFiles {
+    fn issue_credentials(&self, role: FleetRole, name: &str) -> TlsCredentialFiles {
         let authority = CertificateAuthority::open(&self.path().join("authority")).unwrap();
         let identity = FleetIdentity { fleet: "test".parse().unwrap(), role, name: name.parse().unwrap() };
         let directory = self.path().join(format!("{role}-{name}"));
@@ -44,15 +44,15 @@ impl TestCertificates {
             authority.issue_certificate(&identity, &[], CertificateValidity::from_now(DAY)).unwrap();
         certificate_and_key.write_files(&directory, &authority).unwrap();
         let file_path = |name| directory.join(name);
-        CredentialFiles {
+        TlsCredentialFiles {
             ca_path: file_path("ca.crt"),
             certificate_path: file_path("own.crt"),
             key_path: file_path("own.key"),
         }
     }
 
-    fn tls_section(&self, role: FleetRole, name: &str) -> String {
-        let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
+    fn issue_tls_section(&self, role: FleetRole, name: &str) -> String {
+        let TlsCredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
             self.issue_credentials(role, name);
         format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
     }
@@ -65,7 +65,7 @@ impl TestCertificates {
         let controller_toml = format!(
             "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {:?}\nfleet = \"fleet.toml\"\n{}",
             file_path("store"),
-            self.tls_section(FleetRole::Controller, "c1")
+            self.issue_tls_section(FleetRole::Controller, "c1")
         );
         std::fs::write(file_path("controller.toml"), controller_toml).unwrap();
         let server = ControllerServer::bind(&file_path("controller.toml")).await.unwrap();
@@ -89,14 +89,14 @@ impl TestCertificates {
 
 /// Connects to a rack or controller and registers as the agent of `server`. Returns the first update that it receives.
 async fn request_first_update(
-    credential_files: &CredentialFiles,
+    credential_files: &TlsCredentialFiles,
     expected_roles: &'static [FleetRole],
     server: &str,
     address: SocketAddr,
 ) -> Result<Option<v1::AgentUpdate>, Status> {
     let connector = GrpcConnector::new(
         address,
-        Some((ReloadableCredentials::load_from_files(credential_files.clone()).unwrap(), expected_roles)),
+        Some((ReloadableTlsCredentials::load_from_files(credential_files.clone()).unwrap(), expected_roles)),
     );
     let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap();
     let channel = endpoint.connect_with_connector(connector).await.map_err(|error| Status::from_error(error.into()))?;
@@ -108,7 +108,7 @@ async fn request_first_update(
 
 /// Repeats [`request_first_update`] until the rack has connected to its controller, and returns the update.
 async fn retry_first_update_until_connected(
-    credential_files: &CredentialFiles,
+    credential_files: &TlsCredentialFiles,
     expected_roles: &'static [FleetRole],
     server: &str,
     address: SocketAddr,
@@ -132,8 +132,9 @@ const CONTROLLERS_AND_RACKS: &[FleetRole] = &[FleetRole::Controller, FleetRole::
 async fn agent_behind_a_rack_may_report_for_its_own_server_only() {
     let certificates = TestCertificates::new();
     let controller_address = certificates.start_controller().await;
-    let rack_address =
-        certificates.start_rack_controller(controller_address, &certificates.tls_section(FleetRole::Rack, "r1")).await;
+    let rack_address = certificates
+        .start_rack_controller(controller_address, &certificates.issue_tls_section(FleetRole::Rack, "r1"))
+        .await;
     let s1 = certificates.issue_credentials(FleetRole::Agent, "s1");
     let agent_update = retry_first_update_until_connected(&s1, CONTROLLERS_AND_RACKS, "s1", rack_address)
         .await
@@ -152,16 +153,18 @@ async fn agent_behind_a_rack_may_report_for_its_own_server_only() {
 async fn rack_accepts_agents_only() {
     let certificates = TestCertificates::new();
     let controller_address = certificates.start_controller().await;
-    let rack_address =
-        certificates.start_rack_controller(controller_address, &certificates.tls_section(FleetRole::Rack, "r1")).await;
+    let rack_address = certificates
+        .start_rack_controller(controller_address, &certificates.issue_tls_section(FleetRole::Rack, "r1"))
+        .await;
     let lb = certificates.issue_credentials(FleetRole::Lb, "lb1");
     // A load balancer neither accepts the rack as a controller nor is accepted by it.
     assert!(request_first_update(&lb, &[FleetRole::Controller], "s1", rack_address).await.is_err());
     let rejection = request_first_update(&lb, CONTROLLERS_AND_RACKS, "s1", rack_address).await.unwrap_err();
     assert_ne!(rejection.code(), Code::Ok);
     // A rack cannot use an agent's key. The controller rejects it, so it accepts no agents.
-    let false_rack_address =
-        certificates.start_rack_controller(controller_address, &certificates.tls_section(FleetRole::Agent, "s2")).await;
+    let false_rack_address = certificates
+        .start_rack_controller(controller_address, &certificates.issue_tls_section(FleetRole::Agent, "s2"))
+        .await;
     let s1 = certificates.issue_credentials(FleetRole::Agent, "s1");
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(request_first_update(&s1, CONTROLLERS_AND_RACKS, "s1", false_rack_address).await.is_err());

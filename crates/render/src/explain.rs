@@ -28,7 +28,7 @@ pub fn format_explanation(reply: &Explanation, request: &Explain) -> String {
         reply.reason,
         format_forwarding(reply),
         format_vlan(reply),
-        format_cookie_share(reply)
+        format_cookie_packet_share(reply)
     )
 }
 
@@ -41,7 +41,7 @@ fn format_vlan(reply: &Explanation) -> String {
 
 /// Returns the output line with the share of established packets whose server is selected by the cookie. The line is
 /// empty if load balancers do not stamp the service's cookies.
-fn format_cookie_share(reply: &Explanation) -> String {
+fn format_cookie_packet_share(reply: &Explanation) -> String {
     reply.cookie_share.map_or_else(String::new, |share| {
         format!("Load balancers decide {:.2} % of its established packets by the cookie.\n", share * 100.0)
     })
@@ -50,11 +50,11 @@ fn format_cookie_share(reply: &Explanation) -> String {
 /// Returns the output line about the outer header of forwarded packets, or an empty text for `l2` forwarding, which
 /// adds no header.
 fn format_forwarding(reply: &Explanation) -> String {
-    const OTHER_CORE_NOTE: &str = "NICs hash the outer header, so packets may arrive at another core";
+    const OUTER_HEADER_HASH_NOTE: &str = "NICs hash the outer header, so packets may arrive at another core";
     match (&*reply.forwarding, reply.outer_source_port) {
         ("l2", _) => String::new(),
-        (kind, Some(port)) => format!("Forwarded by {kind} from source port {port}: {OTHER_CORE_NOTE}.\n"),
-        (kind, None) => format!("Forwarded by {kind}: {OTHER_CORE_NOTE}.\n"),
+        (kind, Some(port)) => format!("Forwarded by {kind} from source port {port}: {OUTER_HEADER_HASH_NOTE}.\n"),
+        (kind, None) => format!("Forwarded by {kind}: {OUTER_HEADER_HASH_NOTE}.\n"),
     }
 }
 

@@ -7,14 +7,14 @@ use anyhow::Context as _;
 use coreward_api::types::{FleetApplied, FleetChange, NewFleet};
 use coreward_http::client::ControllerClient;
 
-use super::{OutputFormat, block_on, to_json};
+use super::{RenderedOutputFormat, block_on, to_json};
 
 /// Returns the active fleet document as the operator wrote it. Fails if the controller cannot be reached.
-pub fn fetch_document(client: &ControllerClient, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_document(client: &ControllerClient, format: RenderedOutputFormat) -> anyhow::Result<String> {
     let document = block_on(client.fleet())?;
     match format {
-        OutputFormat::Json => to_json(&document),
-        OutputFormat::Text => {
+        RenderedOutputFormat::Json => to_json(&document),
+        RenderedOutputFormat::Text => {
             let origin = document.file.map_or_else(|| "applied".to_owned(), |file| format!("of {file}"));
             Ok(format!("# generation {}, {origin}\n{}", document.generation, document.text))
         }
@@ -52,8 +52,8 @@ impl ProposedFleet {
     }
 
     /// Formats the differences from the active document. Fails if they cannot be encoded in JSON.
-    pub fn format_changes(&self, format: OutputFormat) -> anyhow::Result<String> {
-        if format == OutputFormat::Json {
+    pub fn format_changes(&self, format: RenderedOutputFormat) -> anyhow::Result<String> {
+        if format == RenderedOutputFormat::Json {
             return to_json(&self.preview);
         }
         let generation = self.document.generation;
@@ -82,9 +82,9 @@ impl ProposedFleet {
 }
 
 /// Formats the result of `coreward apply`. Fails if it cannot be encoded in JSON.
-pub fn format_apply_result(reply: &FleetApplied, format: OutputFormat) -> anyhow::Result<String> {
+pub fn format_apply_result(reply: &FleetApplied, format: RenderedOutputFormat) -> anyhow::Result<String> {
     match format {
-        OutputFormat::Json => to_json(reply),
-        OutputFormat::Text => Ok(format!("generation {} is in force", reply.generation)),
+        RenderedOutputFormat::Json => to_json(reply),
+        RenderedOutputFormat::Text => Ok(format!("generation {} is in force", reply.generation)),
     }
 }

@@ -57,7 +57,7 @@ pub(super) fn format_duration(duration: Duration) -> String {
 mod tests {
     use super::*;
 
-    fn steady_keys() -> Keys {
+    fn keys_outside_rotation() -> Keys {
         Keys {
             current_key: 1,
             current_since_unix_s: 1_000_000,
@@ -76,14 +76,14 @@ mod tests {
     #[test]
     fn keys_are_formatted_outside_a_rotation() {
         assert_eq!(
-            format_keys(&steady_keys(), 59),
+            format_keys(&keys_outside_rotation(), 59),
             "key 1 stamps, for 59 s now\n  rotation   by `coreward keys rotate`, not within 23 h 59 min\n"
         );
         assert_eq!(
-            format_keys(&steady_keys(), 90_000),
+            format_keys(&keys_outside_rotation(), 90_000),
             "key 1 stamps, for 1 d 1 h now\n  rotation   by `coreward keys rotate`\n"
         );
-        let scheduled_keys = Keys { rotation_interval_s: 604_800, ..steady_keys() };
+        let scheduled_keys = Keys { rotation_interval_s: 604_800, ..keys_outside_rotation() };
         assert_eq!(
             format_keys(&scheduled_keys, 604_700),
             "key 1 stamps, for 6 d 23 h now\n  rotation   in 1 min 40 s\n"
@@ -101,7 +101,7 @@ mod tests {
         let announced_keys = Keys {
             rotation_phase: KeyPhase::Announced,
             pending_peers: vec!["load balancer lb2".into(), "the agent of s3".into()],
-            ..steady_keys()
+            ..keys_outside_rotation()
         };
         assert_eq!(
             format_keys(&announced_keys, 7200),

@@ -14,7 +14,7 @@ use serde::Serialize;
 use coreward_fleet::clock::wall_clock_time;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OutputFormat {
+pub enum RenderedOutputFormat {
     Text,
     /// One JSON object, for other programs to read.
     Json,
@@ -22,38 +22,46 @@ pub enum OutputFormat {
 
 /// Returns the output of `coreward status`. With `include_rss_keys`, JSON output includes full RSS keys. Fails if the
 /// controller cannot be reached, or if it rejects the request.
-pub fn fetch_status(client: &ControllerClient, include_rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_status(
+    client: &ControllerClient,
+    include_rss_keys: bool,
+    format: RenderedOutputFormat,
+) -> anyhow::Result<String> {
     let status = block_on(client.status(include_rss_keys))?;
     match format {
-        OutputFormat::Text => Ok(status::format_status(&status, wall_clock_time())),
-        OutputFormat::Json => to_json(&status),
+        RenderedOutputFormat::Text => Ok(status::format_status(&status, wall_clock_time())),
+        RenderedOutputFormat::Json => to_json(&status),
     }
 }
 
 /// Returns the output of `coreward explain`. Fails if the controller cannot be reached, or if the service is unknown.
-pub fn fetch_explanation(client: &ControllerClient, request: &Explain, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_explanation(
+    client: &ControllerClient,
+    request: &Explain,
+    format: RenderedOutputFormat,
+) -> anyhow::Result<String> {
     let explanation = block_on(client.explain_packet(request))?;
     match format {
-        OutputFormat::Text => Ok(explain::format_explanation(&explanation, request)),
-        OutputFormat::Json => to_json(&explanation),
+        RenderedOutputFormat::Text => Ok(explain::format_explanation(&explanation, request)),
+        RenderedOutputFormat::Json => to_json(&explanation),
     }
 }
 
 /// Returns the output of `coreward keys show`. Fails if the controller cannot be reached.
-pub fn fetch_keys(client: &ControllerClient, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_keys(client: &ControllerClient, format: RenderedOutputFormat) -> anyhow::Result<String> {
     render_keys(&block_on(client.cookie_keys())?, format)
 }
 
 /// Begins or continues a key rotation, and returns the output of `coreward keys rotate`. Fails if the controller cannot
 /// be reached, or if the rotation is neither safe now nor forced.
-pub fn rotate_keys(client: &ControllerClient, force: bool, format: OutputFormat) -> anyhow::Result<String> {
+pub fn rotate_keys(client: &ControllerClient, force: bool, format: RenderedOutputFormat) -> anyhow::Result<String> {
     render_keys(&block_on(client.rotate_keys(&RotateKeys { force }))?, format)
 }
 
-fn render_keys(keys: &Keys, format: OutputFormat) -> anyhow::Result<String> {
+fn render_keys(keys: &Keys, format: RenderedOutputFormat) -> anyhow::Result<String> {
     match format {
-        OutputFormat::Text => Ok(keys::format_key_status(keys, wall_clock_time())),
-        OutputFormat::Json => to_json(keys),
+        RenderedOutputFormat::Text => Ok(keys::format_key_status(keys, wall_clock_time())),
+        RenderedOutputFormat::Json => to_json(keys),
     }
 }
 

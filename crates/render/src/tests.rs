@@ -10,12 +10,12 @@ use coreward_api::types::{
     Explanation, KeyPhase, Keys, LoadBalancer, LoadBalancerState, PacketKind, Rack, ReportState, RssGroup, Server,
     ServerClock, ServerState, Service, ServiceMember, StampedService, Status,
 };
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 
 use super::*;
 
 /// Returns the state of a server's timestamp clock, which a load balancer must measure to stamp cookies itself.
-fn server_clock(server: &str, state: &str, problem: &str) -> ServerClock {
+fn sample_server_clock(server: &str, state: &str, problem: &str) -> ServerClock {
     ServerClock {
         service: "old".into(),
         server: server.into(),
@@ -27,7 +27,7 @@ fn server_clock(server: &str, state: &str, problem: &str) -> ServerClock {
     }
 }
 
-fn dispatched_service() -> DispatchedService {
+fn sample_dispatched_service() -> DispatchedService {
     let sample_worker = |worker, outstanding, eligible| DispatchedWorker {
         worker,
         pid: 812 + worker,
@@ -89,8 +89,8 @@ fn sample_load_balancer_state() -> LoadBalancerState {
         connection_count: 40,
         unresolved_load_balancers: vec!["lb2".into()],
         server_clocks: vec![
-            server_clock("s1", "per-connection", ""),
-            server_clock("s2", "differs", "look at its sysctl"),
+            sample_server_clock("s1", "per-connection", ""),
+            sample_server_clock("s2", "differs", "look at its sysctl"),
         ],
         stamped_services: vec![StampedService { service: "old".into(), cookie_packets: 1_999, flow_table_packets: 1 }],
         warnings: vec!["it does not route".into()],
@@ -156,7 +156,7 @@ fn sample_status() -> Status {
                 rss_matched_syns: 97,
                 rss_mismatched_syns: 3,
                 warnings: vec!["aRFS is on".into()],
-                dispatched_services: vec![dispatched_service()],
+                dispatched_services: vec![sample_dispatched_service()],
                 ..sample_server(1, ServerState::Active, &[0.0, 0.3, 0.55, 1.2])
             },
             Server {
@@ -337,7 +337,7 @@ fn explanation_is_printed_as_text() {
     let explanation = sample_explanation();
     let request = Explain {
         vip: "10.200.0.1:80".parse().unwrap(),
-        protocol: Protocol::Tcp,
+        protocol: TransportProtocol::Tcp,
         client: "10.1.0.7:40312".parse().unwrap(),
         packet: PacketKind::NewConnection,
         tsecr: None,
@@ -382,7 +382,7 @@ fn unreachable_controller_and_invalid_token_are_reported() {
     std::fs::remove_file(&token_path).unwrap();
     coreward_http::tokens::ApiTokens::open(directory.path()).unwrap();
     let client = ControllerClient::new(closed_address.into(), &token_path).unwrap();
-    let error = super::fetch_status(&client, false, OutputFormat::Text).unwrap_err().to_string();
+    let error = super::fetch_status(&client, false, RenderedOutputFormat::Text).unwrap_err().to_string();
     assert_eq!(
         error,
         format!(

@@ -5,19 +5,19 @@ use std::ffi::{CString, c_char, c_int};
 use std::fmt::Display;
 
 thread_local! {
-    static LAST_ERROR: RefCell<CString> = RefCell::default();
+    static LAST_CALL_ERROR: RefCell<CString> = RefCell::default();
 }
 
 /// Returns the text of this thread's last error, valid until its next error, or an empty text if there was none.
 #[unsafe(no_mangle)]
 pub extern "C" fn coreward_last_error() -> *const c_char {
-    LAST_ERROR.with_borrow(|text| text.as_ptr())
+    LAST_CALL_ERROR.with_borrow(|text| text.as_ptr())
 }
 
 /// Stores the error's text, which [`coreward_last_error`] returns.
 pub(crate) fn set_last_error(error: impl Display) {
     let text = error.to_string().replace('\0', " ");
-    LAST_ERROR.set(CString::new(text).unwrap_or_default());
+    LAST_CALL_ERROR.set(CString::new(text).unwrap_or_default());
 }
 
 /// Returns the status code of a C function: 0 for success, and -1 for an error, whose text is stored.

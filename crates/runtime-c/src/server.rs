@@ -7,8 +7,8 @@ use std::time::Duration;
 use coreward_model::dispatch::{CoreAssignmentMode, ReservedCores};
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::SharedCoreAllocator;
-use coreward_runtime::message::HintMessage;
-use coreward_runtime::serve::{self, ReplyAction};
+use coreward_runtime::message::LoadHintMessage;
+use coreward_runtime::serve::{self, HandlerReplyAction};
 use coreward_runtime::worker;
 
 use crate::call::{exclusive_ref, free_box, set_last_error, to_status_code};
@@ -133,7 +133,7 @@ struct HandlerCallbacks<'a> {
     handler: unsafe extern "C" fn(*const Request, *mut u8, usize, *mut Context, *mut c_void) -> isize,
     user_data: HandlerUserData,
     allocator: Option<&'a SharedCoreAllocator>,
-    response_capacity: usize,
+    response_capacity_bytes: usize,
 }
 
 impl serve::RequestHandler for HandlerCallbacks<'_> {
@@ -142,7 +142,7 @@ impl serve::RequestHandler for HandlerCallbacks<'_> {
         request: &serve::HandlerRequest<'_>,
         response: &mut Vec<u8>,
         context: &mut serve::HandlerContext<'_>,
-    ) -> ReplyAction {
+    ) -> HandlerReplyAction {
         let c_request = Request {
             payload: request.payload.as_ptr(),
             length: request.payload.len(),
@@ -150,7 +150,7 @@ impl serve::RequestHandler for HandlerCallbacks<'_> {
             client_port: request.client.port(),
             service: request.service,
         };
-        response.reserve(self.response_capacity);
+        response.reserve(self.response_capacity_bytes);
         let mut context = context;
         let context = from_mut(&mut context).cast::<Context>();
         // SAFETY: the handler keeps to its contract, and `context` lives until it returns.
@@ -158,18 +158,18 @@ impl serve::RequestHandler for HandlerCallbacks<'_> {
             (self.handler)(
                 &raw const c_request,
                 response.as_mut_ptr(),
-                self.response_capacity,
+                self.response_capacity_bytes,
                 context,
                 self.user_data.0,
             )
         };
-        let Ok(length) = usize::try_from(response_length) else { return ReplyAction::Nothing };
+        let Ok(length) = usize::try_from(response_length) else { return HandlerReplyAction::NoReply };
         // SAFETY: the handler has written so many bytes, or only as many as the capacity if its response was longer.
-        unsafe { response.set_len(length.min(self.response_capacity)) };
-        if length > self.response_capacity { ReplyAction::Nothing } else { ReplyAction::Send }
+        unsafe { response.set_len(length.min(self.response_capacity_bytes)) };
+        if length > self.response_capacity_bytes { HandlerReplyAction::NoReply } else { HandlerReplyAction::Send }
     }
 
-    fn handle_load_hint(&self, hint: HintMessage, worker: &mut worker::Worker<'_>) -> Result<(), RuntimeError> {
+    fn handle_load_hint(&self, hint: LoadHintMessage, worker: &mut worker::Worker<'_>) -> Result<(), RuntimeError> {
         match self.allocator {
             Some(allocator) => allocator.apply_hint(hint, worker),
             None => worker.rearm_load_monitor(hint.service),
@@ -210,7 +210,12 @@ pub unsafe extern "C" fn coreward_serve(
     let allocator = options.and_then(|options| unsafe { shared_allocator_of_options(options) });
     let Worker { worker, shared_runtime } = worker;
     let response_capacity = shared_runtime.max_payload_bytes();
-    let callbacks = HandlerCallbacks { handler, user_data: HandlerUserData(user), allocator, response_capacity };
+    let callbacks = HandlerCallbacks {
+        handler,
+        user_data: HandlerUserData(user),
+        allocator,
+        response_capacity_bytes: response_capacity,
+    };
     let enable_result = allocator.map_or(Ok(()), |allocator| allocator.enable_assigned_services(worker));
     let timer_ns = options.map_or(0, |options| options.timer_ns);
     let (options, stop) = (serve_options_or_defaults(options), &shared_runtime.is_stop_requested);

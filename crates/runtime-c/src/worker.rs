@@ -9,9 +9,9 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use coreward_model::dispatch::{EpochLength, LoadHint, ScaleDownCondition, ScaleUpCondition};
+use coreward_model::dispatch::{LoadCheckInterval, LoadHint, ScaleDownCondition, ScaleUpCondition};
 use coreward_runtime::RuntimeError;
-use coreward_runtime::message::HintTrigger;
+use coreward_runtime::message::LoadHintTrigger;
 use coreward_runtime::worker::{self, TakenRequest};
 
 use crate::call::{exclusive_ref, free_box, set_last_error, shared_ref, to_status_code};
@@ -196,7 +196,7 @@ pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: 
     // SAFETY: by the interface's contract.
     unsafe {
         call_with_worker(worker, |worker| {
-            worker.enable_load_monitor(service, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch }))
+            worker.enable_load_monitor(service, LoadHintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch }))
         })
     }
 }
@@ -212,7 +212,7 @@ pub unsafe extern "C" fn coreward_enable_scale_down(
     calm_epochs: u32,
 ) -> c_int {
     let Some(epoch) = epoch_from_nanoseconds(epoch_ns) else { return -1 };
-    let trigger = HintTrigger::ScaleDown(ScaleDownCondition {
+    let trigger = LoadHintTrigger::ScaleDown(ScaleDownCondition {
         epoch_length: epoch,
         max_calm_queue_length: threshold,
         required_calm_epochs: calm_epochs,
@@ -221,8 +221,8 @@ pub unsafe extern "C" fn coreward_enable_scale_down(
     unsafe { call_with_worker(worker, |worker| worker.enable_load_monitor(service, trigger)) }
 }
 
-fn epoch_from_nanoseconds(nanoseconds: u64) -> Option<EpochLength> {
-    let epoch = NonZeroU64::new(nanoseconds).map(EpochLength::new);
+fn epoch_from_nanoseconds(nanoseconds: u64) -> Option<LoadCheckInterval> {
+    let epoch = NonZeroU64::new(nanoseconds).map(LoadCheckInterval::new);
     if epoch.is_none() {
         set_last_error("an epoch of 0 ns: expected 1 ns or more");
     }
@@ -245,7 +245,7 @@ pub unsafe extern "C" fn coreward_next_hint(worker: *mut Worker, hint: *mut Hint
     };
     let Some(hint_message) = worker.worker.next_hint() else { return 0 };
     let scale_up = u8::from(hint_message.hint == LoadHint::ScaleUp);
-    *hint_out = Hint { waiting: hint_message.waiting_services, service: hint_message.service, scale_up };
+    *hint_out = Hint { waiting: hint_message.waiting_service_mask, service: hint_message.service, scale_up };
     1
 }
 

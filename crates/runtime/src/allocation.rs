@@ -5,11 +5,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use coreward_model::dispatch::{CoreAllocator, CoreAssignmentMode, ReservedCores};
 
 use crate::error::RuntimeError;
-use crate::message::HintMessage;
+use crate::message::LoadHintMessage;
 use crate::worker::Worker;
 
 /// Number of services to which cores can be assigned. Service 0 has the higher priority.
-pub const SERVICES_WITH_CORES: u8 = 2;
+pub const ASSIGNABLE_SERVICE_COUNT: u8 = 2;
 
 /// Assignment of cores to services, which the workers of a process share (RingLeader, NSDI'23, Sect. 4.4). The worker
 /// that receives a hint changes the assignment. [`CoreAllocator`] makes the decisions.
@@ -31,15 +31,15 @@ impl SharedCoreAllocator {
     pub fn enable_assigned_services(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         let core_allocator = self.lock_core_allocator();
         let core = worker.core();
-        let is_assigned = |service: &u8| core_allocator.is_service_running(*service, core);
-        (0..SERVICES_WITH_CORES).filter(is_assigned).try_for_each(|service| worker.enable_service(service, core))
+        let is_assigned = |service: &u8| core_allocator.is_service_assigned(*service, core);
+        (0..ASSIGNABLE_SERVICE_COUNT).filter(is_assigned).try_for_each(|service| worker.enable_service(service, core))
     }
 
     /// Applies a hint: enables or disables services on cores as [`CoreAllocator`] decides, and then rearms the load
     /// monitor.
-    pub fn apply_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-        if hint.service < SERVICES_WITH_CORES {
-            let has_other_service_waiting_requests = hint.waiting_services >> (1 - hint.service) & 1 == 1;
+    pub fn apply_hint(&self, hint: LoadHintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+        if hint.service < ASSIGNABLE_SERVICE_COUNT {
+            let has_other_service_waiting_requests = hint.waiting_service_mask >> (1 - hint.service) & 1 == 1;
             let mut core_allocator = self.lock_core_allocator();
             for change in core_allocator.apply_load_hint(
                 hint.service,
@@ -47,7 +47,7 @@ impl SharedCoreAllocator {
                 has_other_service_waiting_requests,
                 |service, core| worker.queued_request_count(service, core),
             ) {
-                if change.is_running {
+                if change.is_assigned {
                     worker.enable_service(change.service, change.core)?;
                 } else {
                     worker.disable_service(change.service, change.core)?;

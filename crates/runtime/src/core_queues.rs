@@ -7,9 +7,9 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 
 use crate::error::RuntimeError;
 use crate::layout::{MESSAGE_RING_SLOTS, RawWorkerMessage, SEQUENCE_NUMBER_BYTES, SegmentGeometry, SlotHeader};
-use crate::message::{HintMessage, WorkerMessage};
+use crate::message::{LoadHintMessage, WorkerMessage};
 use crate::ring::{DamagedRingCursor, RingConsumer, RingProducer};
-use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
+use crate::segment::{LivenessLock, SegmentServiceEntry, SharedSegment};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestHeader {
@@ -61,7 +61,11 @@ struct CoreRings {
 impl CoreQueues {
     /// Creates the shared memory at `path`, without workers. The index of a service in `services` is its number. Fails
     /// if a size or a priority is out of range, another orchestrator uses the path, or the file cannot be created.
-    pub fn create(path: &Path, geometry: SegmentGeometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
+    pub fn create(
+        path: &Path,
+        geometry: SegmentGeometry,
+        services: &[SegmentServiceEntry],
+    ) -> Result<Self, RuntimeError> {
         let segment = SharedSegment::create(path, geometry, services)?;
         let rings_by_core = (0..geometry.core_count).map(|_| CoreRings {
             accepted_worker_number: 0,
@@ -109,16 +113,17 @@ impl CoreQueues {
                 geometry.slots_per_queue,
                 copy_cursor(&tails.data_tails[priority_index], &core_cursors.worker_heads.data_heads[priority_index]),
             );
-            producer
-                .clear_sequences(|slot| self.segment.sequence_number_at(geometry.request_offset(core, priority, slot)));
+            producer.mark_all_slots_unpublished(|slot| {
+                self.segment.sequence_number_at(geometry.request_offset(core, priority, slot))
+            });
         }
         core_rings.hint_producer = RingProducer::new(
             MESSAGE_RING_SLOTS,
             copy_cursor(&tails.message_tail, &core_cursors.worker_heads.message_head),
         );
-        core_rings
-            .hint_producer
-            .clear_sequences(|slot| self.segment.sequence_number_at(geometry.downlink_message_offset(core, slot)));
+        core_rings.hint_producer.mark_all_slots_unpublished(|slot| {
+            self.segment.sequence_number_at(geometry.downlink_message_offset(core, slot))
+        });
         let response_position = copy_cursor(&heads.data_heads[0], &core_cursors.worker_tails.data_tails[0]);
         core_rings.response_consumer = RingConsumer::new(geometry.response_slot_count(), response_position);
         core_rings.message_consumer = RingConsumer::new(
@@ -155,7 +160,7 @@ impl CoreQueues {
         };
         let core_cursors = segment.core_cursors(core);
         let free_slot = require_free_slot(
-            producer.free_slot(&core_cursors.worker_heads.data_heads[usize::from(priority)]),
+            producer.next_free_slot(&core_cursors.worker_heads.data_heads[usize::from(priority)]),
             core,
             "requests",
         )?;
@@ -177,11 +182,11 @@ impl CoreQueues {
     }
 
     /// Sends a hint to the core's worker. Fails if the hint ring is full or damaged.
-    pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
+    pub fn send_hint(&mut self, core: u16, hint: LoadHintMessage) -> Result<(), RuntimeError> {
         let core_cursors = self.segment.core_cursors(core);
         let hint_producer = &mut self.rings_by_core[usize::from(core)].hint_producer;
         let free_slot =
-            require_free_slot(hint_producer.free_slot(&core_cursors.worker_heads.message_head), core, "hints")?;
+            require_free_slot(hint_producer.next_free_slot(&core_cursors.worker_heads.message_head), core, "hints")?;
         let message_offset = self.segment.geometry.downlink_message_offset(core, free_slot);
         self.segment.write_message(message_offset, hint.into());
         hint_producer.publish_slot(

@@ -19,7 +19,7 @@ pub enum RuntimeError {
         error: io::Error,
     },
     #[error("not the memory of an orchestrator")]
-    ForeignContents,
+    ForeignSharedMemory,
     /// The orchestrator uses a version of this library with another memory layout.
     #[error("layout version {found}: expected {expected}; run both sides from one release")]
     LayoutVersionMismatch {
@@ -38,7 +38,7 @@ pub enum RuntimeError {
     },
     /// The file is shorter or longer than its header requires.
     #[error("{found} bytes of memory: expected {expected}")]
-    SizeMismatch {
+    MemorySizeMismatch {
         /// Size of the file in bytes.
         found: u64,
         /// Size that the header requires, in bytes.
@@ -46,7 +46,7 @@ pub enum RuntimeError {
     },
     /// A configured size is outside the range that the shared memory allows.
     #[error(transparent)]
-    SegmentGeometry(#[from] SegmentGeometryError),
+    InvalidSegmentGeometry(#[from] SegmentGeometryError),
     #[error("another orchestrator is running with this memory")]
     OrchestratorRunning,
     #[error("the orchestrator is not running")]
@@ -78,7 +78,7 @@ pub enum RuntimeError {
         last: u8,
     },
     #[error("service {service} at {address} with priority {priority}: the orchestrator has {expected}")]
-    ServiceMismatch {
+    ServiceSettingsMismatch {
         service: u8,
         address: SocketAddrV4,
         priority: u8,

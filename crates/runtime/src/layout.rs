@@ -184,13 +184,13 @@ impl SegmentGeometry {
         self.core_offset(self.core_count)
     }
 
-    pub(crate) fn service_offset(service: u8) -> usize {
+    pub(crate) fn service_record_offset(service: u8) -> usize {
         size_of::<SegmentHeader>() + usize::from(service) * size_of::<ServiceRecord>()
     }
 
     /// Returns the offset of a core's part of the memory, which begins with its [`CoreCursors`].
     pub(crate) fn core_offset(&self, core: u16) -> usize {
-        Self::service_offset(MAX_SCHEDULED_SERVICES as u8) + usize::from(core) * self.bytes_per_core()
+        Self::service_record_offset(MAX_SCHEDULED_SERVICES as u8) + usize::from(core) * self.bytes_per_core()
     }
 
     pub(crate) fn uplink_message_offset(&self, core: u16, slot: u32) -> usize {

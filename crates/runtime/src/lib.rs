@@ -21,4 +21,4 @@ pub mod serve;
 pub mod worker;
 
 pub use error::RuntimeError;
-pub use segment::ServiceEntry;
+pub use segment::SegmentServiceEntry;

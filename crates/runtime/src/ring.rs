@@ -42,27 +42,27 @@ pub struct RingProducer {
     slot_count: u32,
     own_tail: u32,
     /// Consumer's head cursor when the producer last read it.
-    known_head: u32,
+    last_read_head: u32,
 }
 
 impl RingProducer {
     /// Returns the producer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
     pub fn new(slot_count: u32, start: u32) -> Self {
         assert!(slot_count.is_power_of_two(), "{slot_count} slots: expected a power of two");
-        Self { slot_count, own_tail: start, known_head: start }
+        Self { slot_count, own_tail: start, last_read_head: start }
     }
 
     /// Returns the index of the next free slot, into which the producer may write, or `None` if the ring is full. Fails
     /// if the consumer's cursor is ahead of the producer's.
     #[inline]
-    pub fn free_slot(&mut self, head: &impl RingCursor) -> Result<Option<u32>, DamagedRingCursor> {
-        if self.own_tail.wrapping_sub(self.known_head) == self.slot_count {
+    pub fn next_free_slot(&mut self, head: &impl RingCursor) -> Result<Option<u32>, DamagedRingCursor> {
+        if self.own_tail.wrapping_sub(self.last_read_head) == self.slot_count {
             let loaded_head = head.load();
             let (slots, used) = (self.slot_count, self.own_tail.wrapping_sub(loaded_head));
             if used > slots {
                 return Err(DamagedRingCursor { slot_count: slots, used_slot_count: used });
             }
-            self.known_head = loaded_head;
+            self.last_read_head = loaded_head;
             if used == slots {
                 return Ok(None);
             }
@@ -74,7 +74,7 @@ impl RingProducer {
         head.load() == self.own_tail
     }
 
-    /// Publishes to the consumer the slot that [`free_slot`](Self::free_slot) has returned.
+    /// Publishes to the consumer the slot that [`next_free_slot`](Self::next_free_slot) has returned.
     #[inline]
     pub fn publish_slot(&mut self, sequence: &impl RingCursor, tail: &impl RingCursor) {
         self.own_tail = self.own_tail.wrapping_add(1);
@@ -85,7 +85,7 @@ impl RingProducer {
 
     /// Marks all slots as unpublished, because an earlier producer may have published some. A producer must call this
     /// when it starts.
-    pub fn clear_sequences<'a, C: RingCursor + 'a>(&self, sequence_of_slot: impl Fn(u32) -> &'a C) {
+    pub fn mark_all_slots_unpublished<'a, C: RingCursor + 'a>(&self, sequence_of_slot: impl Fn(u32) -> &'a C) {
         for position in (0..self.slot_count).map(|offset| self.own_tail.wrapping_add(offset)) {
             sequence_of_slot(position & (self.slot_count - 1)).store(position);
         }
@@ -146,12 +146,12 @@ mod tests {
             let (head, tail) = (AtomicU32::new(start), AtomicU32::new(start));
             let sequences: Vec<AtomicU32> = (0..slot_count).map(|_| AtomicU32::new(start.wrapping_add(1))).collect();
             let mut producer = RingProducer::new(slot_count, start);
-            producer.clear_sequences(|slot| &sequences[slot as usize]);
+            producer.mark_all_slots_unpublished(|slot| &sequences[slot as usize]);
             let mut consumer = RingConsumer::new(slot_count, start);
             let (mut memory, mut expected) = (vec![0; slot_count as usize], VecDeque::new());
             for (value, produces) in steps.into_iter().enumerate() {
                 if produces {
-                    let slot = producer.free_slot(&head).unwrap();
+                    let slot = producer.next_free_slot(&head).unwrap();
                     if let Some(slot) = slot {
                         memory[slot as usize] = value;
                         expected.push_back(value);
@@ -176,26 +176,26 @@ mod tests {
         let [head, tail, sequence] = [0; 3].map(AtomicU32::new);
         let mut producer = RingProducer::new(4, 0);
         for _ in 0..4 {
-            assert!(producer.free_slot(&head).unwrap().is_some());
+            assert!(producer.next_free_slot(&head).unwrap().is_some());
             producer.publish_slot(&sequence, &tail);
         }
         head.store(5, Ordering::Relaxed);
         let head_ahead_of_tail_error = DamagedRingCursor { slot_count: 4, used_slot_count: u32::MAX };
-        assert_eq!(producer.free_slot(&head), Err(head_ahead_of_tail_error), "more was consumed than produced");
+        assert_eq!(producer.next_free_slot(&head), Err(head_ahead_of_tail_error), "more was consumed than produced");
     }
 
     #[test]
-    fn new_consumer_reads_no_slots_after_sequences_are_cleared() {
+    fn new_consumer_reads_no_slots_marked_as_unpublished() {
         let sequences: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
         let sequence_of_slot = |slot: u32| &sequences[slot as usize];
         let [head, tail] = [0; 2].map(AtomicU32::new);
         let mut producer = RingProducer::new(4, 0);
         for _ in 0..3 {
-            let slot = producer.free_slot(&head).unwrap().unwrap();
+            let slot = producer.next_free_slot(&head).unwrap().unwrap();
             producer.publish_slot(sequence_of_slot(slot), &tail);
         }
         assert_eq!(RingConsumer::new(4, 1).oldest_slot(sequence_of_slot), Some(1), "published and not consumed");
-        RingProducer::new(4, 1).clear_sequences(sequence_of_slot);
+        RingProducer::new(4, 1).mark_all_slots_unpublished(sequence_of_slot);
         assert_eq!(RingConsumer::new(4, 1).oldest_slot(sequence_of_slot), None);
     }
 }

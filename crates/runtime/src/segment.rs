@@ -25,7 +25,7 @@ use crate::layout::{
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ServiceEntry {
+pub struct SegmentServiceEntry {
     /// Address and port to which clients send requests of the service.
     pub address: SocketAddrV4,
     /// Priority of the service's requests, which selects their queue at each core. 0 is the highest priority.
@@ -80,7 +80,7 @@ fn io_error(action: &'static str, path: &Path, error: impl Into<std::io::Error>)
 }
 
 fn map_file(file: &File, mapping_bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUsize), RuntimeError> {
-    let mapped_bytes = NonZeroUsize::new(mapping_bytes).ok_or(RuntimeError::ForeignContents)?;
+    let mapped_bytes = NonZeroUsize::new(mapping_bytes).ok_or(RuntimeError::ForeignSharedMemory)?;
     let memory_protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     // SAFETY: a new mapping at an address of the kernel's choice.
     let base_address = unsafe { mmap(None, mapped_bytes, memory_protection, MapFlags::MAP_SHARED, file, 0) };
@@ -90,7 +90,11 @@ fn map_file(file: &File, mapping_bytes: usize, path: &Path) -> Result<(NonNull<u
 impl SharedSegment {
     /// Creates the complete memory in a temporary file, and then renames the file to `path`. Replaces the file of a
     /// killed orchestrator, whose workers detect that its lock is released.
-    pub fn create(path: &Path, geometry: SegmentGeometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
+    pub fn create(
+        path: &Path,
+        geometry: SegmentGeometry,
+        services: &[SegmentServiceEntry],
+    ) -> Result<Self, RuntimeError> {
         geometry.check_sizes()?;
         if let Some(entry) = services.iter().find(|entry| entry.priority >= geometry.priority_count) {
             return Err(RuntimeError::PriorityOutOfRange {
@@ -121,7 +125,7 @@ impl SharedSegment {
         Ok(segment)
     }
 
-    fn write_header(&self, services: &[ServiceEntry]) {
+    fn write_header(&self, services: &[SegmentServiceEntry]) {
         let (header, geometry) = (self.header(), &self.geometry);
         header.layout_version.store(MEMORY_LAYOUT_VERSION, Relaxed);
         header.owner_user_id.store(nix::unistd::geteuid().as_raw(), Relaxed);
@@ -151,7 +155,7 @@ impl SharedSegment {
             return Err(RuntimeError::OwnedByOtherUser { owner: file_metadata.uid(), user: user_id });
         }
         if file_metadata.len() < CACHE_LINE_BYTES as u64 {
-            return Err(RuntimeError::ForeignContents);
+            return Err(RuntimeError::ForeignSharedMemory);
         }
         let (base_address, mapped_bytes) = map_file(&memory_file, file_metadata.len() as usize, path)?;
         let minimal_geometry = SegmentGeometry {
@@ -171,7 +175,7 @@ impl SharedSegment {
     fn read_geometry(&self, user_id: u32) -> Result<SegmentGeometry, RuntimeError> {
         let header = self.header();
         if header.magic.load(Acquire) != SHARED_MEMORY_MAGIC {
-            return Err(RuntimeError::ForeignContents);
+            return Err(RuntimeError::ForeignSharedMemory);
         }
         let layout_version = header.layout_version.load(Relaxed);
         if layout_version != MEMORY_LAYOUT_VERSION {
@@ -190,7 +194,7 @@ impl SharedSegment {
         geometry.check_sizes()?;
         let (found, expected) = (self.mapped_bytes.get() as u64, geometry.segment_bytes() as u64);
         if found != expected || header.segment_bytes.load(Relaxed) != expected {
-            return Err(RuntimeError::SizeMismatch { found, expected });
+            return Err(RuntimeError::MemorySizeMismatch { found, expected });
         }
         Ok(geometry)
     }
@@ -214,7 +218,7 @@ impl SharedSegment {
         self.is_locked(LivenessLock::Orchestrator).unwrap_or(false)
     }
 
-    pub fn service(&self, service_entry: u8) -> Result<ServiceEntry, RuntimeError> {
+    pub fn service_entry(&self, service_entry: u8) -> Result<SegmentServiceEntry, RuntimeError> {
         let service_count = self.header().service_count.load(Relaxed);
         if u32::from(service_entry) >= service_count {
             return Err(RuntimeError::UnknownService { service: service_entry, services: service_count });
@@ -224,7 +228,7 @@ impl SharedSegment {
             Ipv4Addr::from(service_record.address.load(Relaxed)),
             service_record.port.load(Relaxed) as u16,
         );
-        Ok(ServiceEntry { address, priority: service_record.priority.load(Relaxed) as u8 })
+        Ok(SegmentServiceEntry { address, priority: service_record.priority.load(Relaxed) as u8 })
     }
 
     pub fn check_core_is_in_range(&self, core: u16) -> Result<(), RuntimeError> {
@@ -237,7 +241,7 @@ impl SharedSegment {
     }
 
     fn service_record(&self, service: u8) -> &ServiceRecord {
-        self.ref_at(SegmentGeometry::service_offset(service))
+        self.ref_at(SegmentGeometry::service_record_offset(service))
     }
 
     /// Returns the cursors of a core. The core's number must be in range.

@@ -16,11 +16,11 @@ use coreward_model::dispatch::MAX_SCHEDULED_SERVICES;
 use crate::core_queues::slot_client_address;
 use crate::error::RuntimeError;
 use crate::layout::SlotHeader;
-use crate::message::{HintMessage, WorkerMessage};
+use crate::message::{LoadHintMessage, WorkerMessage};
 use crate::worker::Worker;
 
 /// Default quantum, which is the time for which a request runs before it yields (RingLeader, NSDI'23, Sect. 4.2).
-pub const DEFAULT_QUANTUM: Duration = Duration::from_micros(5);
+pub const DEFAULT_REQUEST_QUANTUM: Duration = Duration::from_micros(5);
 
 #[derive(Debug, Clone, Copy)]
 pub struct HandlerRequest<'a> {
@@ -30,12 +30,12 @@ pub struct HandlerRequest<'a> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ReplyAction {
+pub enum HandlerReplyAction {
     /// Send the response to the client.
     Send,
     /// Send no response. The worker reports requests completed in this way to the orchestrator in batches
     /// (LoadFeedback).
-    Nothing,
+    NoReply,
 }
 
 /// Handler that serves requests and acts on load hints.
@@ -46,12 +46,12 @@ pub trait RequestHandler {
         request: &HandlerRequest<'_>,
         response: &mut Vec<u8>,
         context: &mut HandlerContext<'_>,
-    ) -> ReplyAction;
+    ) -> HandlerReplyAction;
 
     /// Acts on a load hint by enabling or disabling services on cores, and then rearms the load monitor. The worker
     /// calls it between two requests, or at a yield point of [`handle`](Self::handle). An error, such as one that
     /// [`Worker`] returned, ends the worker.
-    fn handle_load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+    fn handle_load_hint(&self, hint: LoadHintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         worker.rearm_load_monitor(hint.service)
     }
 }
@@ -72,7 +72,7 @@ pub struct ServeOptions {
 impl Default for ServeOptions {
     fn default() -> Self {
         let (spin_time, sleep_time) = (Duration::from_micros(20), Duration::from_micros(50));
-        Self { quantum: DEFAULT_QUANTUM, spin_time, sleep_time, max_completions_per_feedback: 4 }
+        Self { quantum: DEFAULT_REQUEST_QUANTUM, spin_time, sleep_time, max_completions_per_feedback: 4 }
     }
 }
 
@@ -91,20 +91,20 @@ struct RequestServer<'w, 'r, H: ?Sized> {
     worker: &'w mut Worker<'r>,
     handler: &'w H,
     serve_options: ServeOptions,
-    running_slice: TimeSlice,
+    running_slice: HandlerTimeSlice,
     /// Response buffers, one for each priority. This suffices, because at most one request of each priority runs at a
     /// time.
     response_buffers: Vec<Vec<u8>>,
     /// Number of requests of each service that were completed without a response and not reported yet.
     unreported_completions: [u32; MAX_SCHEDULED_SERVICES],
     /// Bit mask of the services with unreported completions.
-    unreported_services: u64,
+    unreported_service_mask: u64,
     counters: ServeCounters,
 }
 
 /// Time slice in which a handler runs without yielding.
 #[derive(Debug, Clone, Copy)]
-struct TimeSlice {
+struct HandlerTimeSlice {
     /// Priority of the running handler, which requests with a smaller number preempt. 0 if no handler runs or the
     /// handler cannot be preempted.
     priority: u8,
@@ -180,7 +180,9 @@ impl<H: RequestHandler + ?Sized> PreemptHandler for RequestServer<'_, '_, H> {
 
 #[inline]
 fn try_yield<'w, 'r: 'w>(server: &mut impl RequestServerAccess<'w, 'r>) -> Result<(), RuntimeError> {
-    let Some(priority) = server.call_with_server(|server| server.priority_to_preempt()) else { return Ok(()) };
+    let Some(priority) = server.call_with_server(|server| server.running_priority_if_yield_due()) else {
+        return Ok(());
+    };
     serve_higher_priority_requests(server, priority)?;
     server.call_with_server(|server| server.running_slice.started_at = Instant::now());
     Ok(())
@@ -200,7 +202,7 @@ fn serve_until_stopped<'w, 'r: 'w>(
         }
         server.call_with_server(|server| server.report_all_completions())?;
         if orchestrator_checked_at.elapsed() >= ORCHESTRATOR_CHECK_INTERVAL {
-            server.call_with_server(|server| server.worker.check_orchestrator())?;
+            server.call_with_server(|server| server.worker.check_orchestrator_accepts_worker())?;
             orchestrator_checked_at = Instant::now();
         }
         if idle_since.elapsed() < options.spin_time || options.sleep_time.is_zero() {
@@ -264,7 +266,7 @@ struct StartedRequest<'w, H: ?Sized> {
     response_buffer: Vec<u8>,
     handler: &'w H,
     core: u16,
-    interrupted_slice: TimeSlice,
+    interrupted_slice: HandlerTimeSlice,
 }
 
 impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
@@ -274,10 +276,10 @@ impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
             worker,
             handler,
             serve_options,
-            running_slice: TimeSlice { priority: 0, started_at: Instant::now() },
+            running_slice: HandlerTimeSlice { priority: 0, started_at: Instant::now() },
             response_buffers,
             unreported_completions: [0; MAX_SCHEDULED_SERVICES],
-            unreported_services: 0,
+            unreported_service_mask: 0,
             counters: ServeCounters::default(),
         }
     }
@@ -285,8 +287,8 @@ impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
     /// Returns the running handler's priority if the handler must yield. It must yield if its quantum is used up and a
     /// hint or a request of higher priority waits.
     #[inline]
-    fn priority_to_preempt(&self) -> Option<u8> {
-        let TimeSlice { priority, started_at: started } = self.running_slice;
+    fn running_priority_if_yield_due(&self) -> Option<u8> {
+        let HandlerTimeSlice { priority, started_at: started } = self.running_slice;
         let is_work_waiting = self.worker.highest_priority_request_slot(priority).is_some() || self.worker.has_hint();
         (is_work_waiting && started.elapsed() >= self.serve_options.quantum).then_some(priority)
     }
@@ -296,7 +298,7 @@ impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
         let mut response_buffer = std::mem::take(&mut self.response_buffers[usize::from(priority)]);
         response_buffer.clear();
         let interrupted_slice =
-            std::mem::replace(&mut self.running_slice, TimeSlice { priority, started_at: Instant::now() });
+            std::mem::replace(&mut self.running_slice, HandlerTimeSlice { priority, started_at: Instant::now() });
         let (handler, core) = (self.handler, self.worker.core);
         Ok(StartedRequest { slot_header, payload, response_buffer, handler, core, interrupted_slice })
     }
@@ -305,14 +307,14 @@ impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
         &mut self,
         priority: u8,
         header: SlotHeader,
-        reply: ReplyAction,
+        reply: HandlerReplyAction,
         response: Vec<u8>,
-        interrupted: TimeSlice,
+        interrupted: HandlerTimeSlice,
     ) -> Result<(), RuntimeError> {
         self.running_slice = interrupted;
         self.worker.return_request_slot(priority);
         self.counters.served_requests += 1;
-        let is_response_sent = reply == ReplyAction::Send && self.send_response(header, &response)?;
+        let is_response_sent = reply == HandlerReplyAction::Send && self.send_response(header, &response)?;
         self.response_buffers[usize::from(priority)] = response;
         if is_response_sent { Ok(()) } else { self.record_unreported_completion(header.service_number as u8) }
     }
@@ -352,7 +354,7 @@ impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
         }
         let unreported_completion_count =
             self.unreported_completions.get_mut(usize::from(header.service_number)).map_or(0, std::mem::take);
-        self.unreported_services &= !(1 << (header.service_number % MAX_SCHEDULED_SERVICES as u16));
+        self.unreported_service_mask &= !(1 << (header.service_number % MAX_SCHEDULED_SERVICES as u16));
         let header = SlotHeader {
             payload_length: response.len() as u32,
             completed_count: 1 + unreported_completion_count,
@@ -365,7 +367,7 @@ impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
     fn record_unreported_completion(&mut self, service: u8) -> Result<(), RuntimeError> {
         let Some(unreported_count) = self.unreported_completions.get_mut(usize::from(service)) else { return Ok(()) };
         *unreported_count += 1;
-        self.unreported_services |= 1 << service;
+        self.unreported_service_mask |= 1 << service;
         if *unreported_count >= self.serve_options.max_completions_per_feedback {
             self.report_completions(service)
         } else {
@@ -375,14 +377,14 @@ impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
 
     fn report_completions(&mut self, service: u8) -> Result<(), RuntimeError> {
         let (core, count) = (self.worker.core, std::mem::take(&mut self.unreported_completions[usize::from(service)]));
-        self.unreported_services &= !(1 << service);
+        self.unreported_service_mask &= !(1 << service);
         self.worker.send_message(WorkerMessage::LoadFeedback { service, core, count })
     }
 
     #[inline]
     fn report_all_completions(&mut self) -> Result<(), RuntimeError> {
-        while self.unreported_services != 0 {
-            self.report_completions(self.unreported_services.trailing_zeros() as u8)?;
+        while self.unreported_service_mask != 0 {
+            self.report_completions(self.unreported_service_mask.trailing_zeros() as u8)?;
         }
         Ok(())
     }

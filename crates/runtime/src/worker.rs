@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use crate::core_queues::require_free_slot;
 use crate::error::RuntimeError;
 use crate::layout::{MESSAGE_RING_SLOTS, SlotHeader};
-use crate::message::{HintMessage, HintTrigger, WorkerMessage};
+use crate::message::{LoadHintMessage, LoadHintTrigger, WorkerMessage};
 use crate::ring::{RingConsumer, RingProducer};
-use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
+use crate::segment::{LivenessLock, SegmentServiceEntry, SharedSegment};
 
 /// Maximum time that the orchestrator may take to accept a worker, or to make room in a full ring.
-pub const ORCHESTRATOR_TIMEOUT: Duration = Duration::from_secs(2);
+pub const ORCHESTRATOR_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 const ORCHESTRATOR_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Connection of this process to the orchestrator. Services that the process registers stay registered until the
@@ -54,10 +54,15 @@ impl OrchestratorConnection {
         if priority > lowest_priority {
             return Err(RuntimeError::PriorityOutOfRange { priority, last: lowest_priority });
         }
-        let service_entry = self.segment.service(service)?;
+        let service_entry = self.segment.service_entry(service)?;
         if (service_entry.address, service_entry.priority) != (address, priority) {
             let expected_registration = format!("{} with priority {}", service_entry.address, service_entry.priority);
-            return Err(RuntimeError::ServiceMismatch { service, address, priority, expected: expected_registration });
+            return Err(RuntimeError::ServiceSettingsMismatch {
+                service,
+                address,
+                priority,
+                expected: expected_registration,
+            });
         }
         let mut registered_services = self.lock_registered_services();
         if registered_services.contains(&service) || !self.try_lock(LivenessLock::Service(service))? {
@@ -102,15 +107,15 @@ impl OrchestratorConnection {
             ),
         };
         core_cursors.worker_tails.worker_number.store(worker_number, Release);
-        let timeout = ORCHESTRATOR_TIMEOUT;
+        let timeout = ORCHESTRATOR_ANSWER_TIMEOUT;
         if !wait_until(&segment, || core_cursors.orchestrator_tails.worker_number.load(Acquire) == worker_number)? {
             return Err(RuntimeError::WorkerNotAccepted { core, timeout });
         }
         Ok(Worker { runtime: self, core, worker_number, rings: worker_rings, segment })
     }
 
-    pub fn service_entries(&self) -> Vec<ServiceEntry> {
-        (0..=u8::MAX).map_while(|service| self.segment.service(service).ok()).collect()
+    pub fn service_entries(&self) -> Vec<SegmentServiceEntry> {
+        (0..=u8::MAX).map_while(|service| self.segment.service_entry(service).ok()).collect()
     }
 
     fn lock_registered_services(&self) -> MutexGuard<'_, BTreeSet<u8>> {
@@ -124,14 +129,14 @@ fn try_lock_byte(segment: &SharedSegment, path: &Path, lock: LivenessLock) -> Re
     segment.try_lock(lock).map_err(to_runtime_error)
 }
 
-/// Waits until `condition` returns `true`. Returns `false` if this takes longer than [`ORCHESTRATOR_TIMEOUT`].
+/// Waits until `condition` returns `true`. Returns `false` if this takes longer than [`ORCHESTRATOR_ANSWER_TIMEOUT`].
 fn wait_until(segment: &SharedSegment, mut condition: impl FnMut() -> bool) -> Result<bool, RuntimeError> {
     let started_at = Instant::now();
     while !condition() {
         if !segment.is_orchestrator_running() {
             return Err(RuntimeError::OrchestratorNotRunning);
         }
-        if started_at.elapsed() >= ORCHESTRATOR_TIMEOUT {
+        if started_at.elapsed() >= ORCHESTRATOR_ANSWER_TIMEOUT {
             return Ok(false);
         }
         std::thread::sleep(ORCHESTRATOR_POLL_INTERVAL);
@@ -178,7 +183,7 @@ impl Worker<'_> {
     /// Enables a service on `core`, so that the core gets its requests (EnableService). Fails when no process has
     /// registered the service, or the core is out of range.
     pub fn enable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
-        self.check_service_and_core(service, core)?;
+        self.check_service_and_core_exist(service, core)?;
         let is_service_registered = self.runtime.lock_registered_services().contains(&service)
             || self.segment.is_locked(LivenessLock::Service(service)).unwrap_or(false);
         if !is_service_registered {
@@ -190,7 +195,7 @@ impl Worker<'_> {
     /// Disables a service on `core`, so that no new requests are sent there (DisableService). Requests in its queues
     /// remain. Fails when the service or the core is out of range.
     pub fn disable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
-        self.check_service_and_core(service, core)?;
+        self.check_service_and_core_exist(service, core)?;
         self.send_message(WorkerMessage::DisableService { service, core })
     }
 
@@ -198,26 +203,26 @@ impl Worker<'_> {
     /// rejects and counts feedback about requests that it has not sent to the core. Fails when the service or the core
     /// is out of range.
     pub fn send_load_feedback(&mut self, service: u8, core: u16, completed_count: u32) -> Result<(), RuntimeError> {
-        self.check_service_and_core(service, core)?;
+        self.check_service_and_core_exist(service, core)?;
         self.send_message(WorkerMessage::LoadFeedback { service, core, count: completed_count })
     }
 
     /// Enables a service's load monitor, or changes the condition for its hints (EnableLoadMonitor). Fails when the
     /// service is out of range.
-    pub fn enable_load_monitor(&mut self, service: u8, trigger: HintTrigger) -> Result<(), RuntimeError> {
-        self.check_service_and_core(service, self.core)?;
+    pub fn enable_load_monitor(&mut self, service: u8, trigger: LoadHintTrigger) -> Result<(), RuntimeError> {
+        self.check_service_and_core_exist(service, self.core)?;
         self.send_message(WorkerMessage::EnableLoadMonitor { service, trigger })
     }
 
     /// Rearms a service's load monitor, after the cores have acted on its last hint (RearmLoadMonitor). Fails when the
     /// service is out of range.
     pub fn rearm_load_monitor(&mut self, service: u8) -> Result<(), RuntimeError> {
-        self.check_service_and_core(service, self.core)?;
+        self.check_service_and_core_exist(service, self.core)?;
         self.send_message(WorkerMessage::RearmLoadMonitor { service })
     }
 
     /// Returns the next hint for this core (LoadHint), or `None` if there is none. Skips hints of unknown kind.
-    pub fn next_hint(&mut self) -> Option<HintMessage> {
+    pub fn next_hint(&mut self) -> Option<LoadHintMessage> {
         let hint_slot = self.oldest_hint_slot()?;
         let Self { segment, core, rings, .. } = self;
         let message = segment.read_message(segment.geometry.downlink_message_offset(*core, hint_slot));
@@ -296,19 +301,19 @@ impl Worker<'_> {
     /// the service is out of range. Panics if the core is out of range.
     pub fn queued_request_count(&self, service: u8, core: u16) -> u32 {
         let core_cursors = self.segment.core_cursors(core);
-        let Ok(ServiceEntry { priority, .. }) = self.segment.service(service) else { return 0 };
+        let Ok(SegmentServiceEntry { priority, .. }) = self.segment.service_entry(service) else { return 0 };
         let (tails, heads) = (&core_cursors.orchestrator_tails.data_tails, &core_cursors.worker_heads.data_heads);
         let tail_and_head = tails.get(usize::from(priority)).zip(heads.get(usize::from(priority)));
         tail_and_head.map_or(0, |(tail, head)| tail.load(Relaxed).wrapping_sub(head.load(Relaxed)))
     }
 
-    fn check_service_and_core(&self, service: u8, core: u16) -> Result<(), RuntimeError> {
+    fn check_service_and_core_exist(&self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.segment.check_core_is_in_range(core)?;
-        self.segment.service(service).map(drop)
+        self.segment.service_entry(service).map(drop)
     }
 
     /// Checks that the orchestrator is alive and has accepted this worker. This takes a system call.
-    pub(crate) fn check_orchestrator(&self) -> Result<(), RuntimeError> {
+    pub(crate) fn check_orchestrator_accepts_worker(&self) -> Result<(), RuntimeError> {
         if !self.segment.is_orchestrator_running() {
             return Err(RuntimeError::OrchestratorNotRunning);
         }
@@ -326,7 +331,7 @@ impl Worker<'_> {
         let response_producer = &mut self.rings.response_producer;
         // The ring is not full, because it has a slot for each request that the core can have.
         let free_slot = require_free_slot(
-            response_producer.free_slot(&core_cursors.orchestrator_heads.data_heads[0]),
+            response_producer.next_free_slot(&core_cursors.orchestrator_heads.data_heads[0]),
             core,
             "responses",
         )?;
@@ -339,15 +344,23 @@ impl Worker<'_> {
 
     pub(crate) fn wait_until_messages_are_read(&self) -> Result<(), RuntimeError> {
         let orchestrator_heads = &self.segment.core_cursors(self.core).orchestrator_heads;
-        self.wait_until_read("messages", || self.rings.message_producer.is_empty(&orchestrator_heads.message_head))
+        self.wait_until_ring_is_read("messages", || {
+            self.rings.message_producer.is_empty(&orchestrator_heads.message_head)
+        })
     }
 
     pub(crate) fn wait_until_responses_are_read(&self) -> Result<(), RuntimeError> {
         let orchestrator_heads = &self.segment.core_cursors(self.core).orchestrator_heads;
-        self.wait_until_read("responses", || self.rings.response_producer.is_empty(&orchestrator_heads.data_heads[0]))
+        self.wait_until_ring_is_read("responses", || {
+            self.rings.response_producer.is_empty(&orchestrator_heads.data_heads[0])
+        })
     }
 
-    fn wait_until_read(&self, ring_name: &'static str, is_empty: impl Fn() -> bool) -> Result<(), RuntimeError> {
+    fn wait_until_ring_is_read(
+        &self,
+        ring_name: &'static str,
+        is_empty: impl Fn() -> bool,
+    ) -> Result<(), RuntimeError> {
         if wait_until(&self.segment, is_empty)? {
             Ok(())
         } else {
@@ -360,7 +373,7 @@ impl Worker<'_> {
         let message_producer = &mut self.rings.message_producer;
         let mut free_slot_result = Ok(None);
         wait_until(&self.segment, || {
-            free_slot_result = message_producer.free_slot(&core_cursors.orchestrator_heads.message_head);
+            free_slot_result = message_producer.next_free_slot(&core_cursors.orchestrator_heads.message_head);
             free_slot_result != Ok(None)
         })?;
         let free_slot = require_free_slot(free_slot_result, core, "messages")?;

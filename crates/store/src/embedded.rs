@@ -45,7 +45,7 @@ impl EmbeddedStore {
     pub fn open(path: &Path) -> Result<Self, FleetStoreError> {
         let (database, copy) = match open_database(path) {
             Ok(database) => (Some(database), None),
-            Err(error @ FleetStoreError::InUse { .. }) => return Err(error),
+            Err(error @ FleetStoreError::FileInUse { .. }) => return Err(error),
             Err(error) => {
                 let Ok(copy) = open_in_memory_copy(path) else { return Err(error) };
                 tracing::warn!(
@@ -62,7 +62,7 @@ impl EmbeddedStore {
 
     /// Returns the fleet's records, or `None` if the file is new.
     pub fn load_records(&self) -> Result<Option<FleetRecords>, FleetStoreError> {
-        self.try_load_records().map_err(|problem| self.store_content_error(problem))
+        self.try_load_records().map_err(|problem| self.invalid_content_error(problem))
     }
 
     /// Replaces the fleet's records in one transaction. If it fails, the file keeps the previous records.
@@ -70,13 +70,13 @@ impl EmbeddedStore {
         let Err(problem) = self.try_save_rows(&records.into()) else { return Ok(()) };
         // After a failed write, redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
         self.database = None;
-        if self.reopen().is_ok() && self.load_records().ok().flatten().as_ref() == Some(records) {
+        if self.reopen_if_closed().is_ok() && self.load_records().ok().flatten().as_ref() == Some(records) {
             return Ok(());
         }
-        Err(self.store_content_error(problem))
+        Err(self.invalid_content_error(problem))
     }
 
-    fn reopen(&mut self) -> Result<(), FleetStoreError> {
+    fn reopen_if_closed(&mut self) -> Result<(), FleetStoreError> {
         if self.database.is_none() {
             self.database = Some(open_database(&self.path)?);
             self.read_only_copy = None;
@@ -91,8 +91,8 @@ impl EmbeddedStore {
             .context("it could not be opened again after its disk failed")
     }
 
-    fn store_content_error(&self, problem: anyhow::Error) -> FleetStoreError {
-        FleetStoreError::Content { store: self.path.display().to_string(), problem: format!("{problem:#}") }
+    fn invalid_content_error(&self, problem: anyhow::Error) -> FleetStoreError {
+        FleetStoreError::UnreadableContent { store: self.path.display().to_string(), problem: format!("{problem:#}") }
     }
 
     fn try_load_records(&self) -> anyhow::Result<Option<FleetRecords>> {
@@ -120,7 +120,7 @@ impl EmbeddedStore {
     }
 
     fn try_save_rows(&mut self, rows: &FleetRecordRows) -> anyhow::Result<()> {
-        self.reopen()?;
+        self.reopen_if_closed()?;
         let transaction = self.database()?.begin_write()?;
         transaction.delete_table(SERVICES_TABLE)?;
         transaction.delete_table(SERVERS_TABLE)?;
@@ -142,7 +142,7 @@ impl EmbeddedStore {
                 load_balancers_table.insert(name.as_str(), encode_row(record)?.as_slice())?;
             }
             transaction.open_table(FLEET_DOCUMENT_TABLE)?.insert(rows.document.generation, &*rows.document.text)?;
-            sync_rows(&transaction, AUDIT_LOG_TABLE, rows.audit_log.iter().map(|entry| (entry.id, entry)))?;
+            sync_table_with_rows(&transaction, AUDIT_LOG_TABLE, rows.audit_log.iter().map(|entry| (entry.id, entry)))?;
         }
         transaction.commit()?;
         Ok(())
@@ -151,7 +151,7 @@ impl EmbeddedStore {
 
 /// Makes the table contain exactly `rows`. Only inserts and removes rows, because the content under a key never
 /// changes.
-fn sync_rows<'a, Row: Serialize + 'a>(
+fn sync_table_with_rows<'a, Row: Serialize + 'a>(
     transaction: &WriteTransaction,
     definition: TableDefinition<'_, u64, &'static [u8]>,
     rows: impl Iterator<Item = (u64, &'a Row)>,
@@ -200,10 +200,11 @@ fn decode_rows<K: Key + 'static, Owned: Ord, Row: DeserializeOwned>(
 }
 
 fn open_database(path: &Path) -> Result<Database, FleetStoreError> {
-    let file = open_private_file(path).map_err(|source| FleetStoreError::File { path: path.to_owned(), source })?;
+    let file =
+        open_private_file(path).map_err(|source| FleetStoreError::UnusableFile { path: path.to_owned(), source })?;
     Database::builder().create_file(file).map_err(|error| match error {
-        redb::DatabaseError::DatabaseAlreadyOpen => FleetStoreError::InUse { path: path.to_owned() },
-        other => FleetStoreError::Content { store: path.display().to_string(), problem: other.to_string() },
+        redb::DatabaseError::DatabaseAlreadyOpen => FleetStoreError::FileInUse { path: path.to_owned() },
+        other => FleetStoreError::UnreadableContent { store: path.display().to_string(), problem: other.to_string() },
     })
 }
 
@@ -229,7 +230,7 @@ fn open_private_file(path: &Path) -> std::io::Result<File> {
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
-    use super::super::tests::complete_records;
+    use super::super::tests::records_for_every_table;
     use super::*;
 
     #[test]
@@ -238,8 +239,8 @@ mod tests {
         let path = directory.path().join("made/controller.redb");
         let mut store = EmbeddedStore::open(&path).unwrap();
         assert_eq!(store.load_records().unwrap(), None);
-        store.save_records(&complete_records()).unwrap();
-        let mut changed_records = complete_records();
+        store.save_records(&records_for_every_table()).unwrap();
+        let mut changed_records = records_for_every_table();
         changed_records.servers.pop_first();
         changed_records.services.clear();
         store.save_records(&changed_records).unwrap();

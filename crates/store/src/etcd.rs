@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use coreward_api::types::AuditEntry;
 use coreward_etcd::EtcdError;
-use coreward_etcd::chunked_store::{ChunkedStore, StateParts};
+use coreward_etcd::chunked_store::{ChunkedStore, StoredStateParts};
 use coreward_etcd::cluster::EtcdClusterClient;
 use coreward_etcd::leadership::Leadership;
 use serde::Serialize;
@@ -21,12 +21,12 @@ use super::FleetStoreError;
 use super::rows::FleetRecordRows;
 use coreward_fleet::records::{FleetDocument, FleetRecords};
 
-const FLEET_PART: &str = "fleet";
-const LOAD_BALANCERS_PART: &str = "load_balancers";
+const FLEET_PART_NAME: &str = "fleet";
+const LOAD_BALANCERS_PART_NAME: &str = "load_balancers";
 const SERVICE_PART_PREFIX: &str = "service/";
 const SERVERS_PART_PREFIX: &str = "servers/";
 const DOCUMENT_PART_PREFIX: &str = "document/";
-const DOCUMENT_GENERATION_PART: &str = "document_generation";
+const DOCUMENT_GENERATION_PART_NAME: &str = "document_generation";
 
 /// Name prefix of the parts that store audit entries. Each part stores the entries of one range of ids.
 const AUDIT_PART_PREFIX: &str = "audit/";
@@ -38,7 +38,7 @@ const SERVERS_PER_PART: u16 = 16;
 const MAX_DOCUMENT_PIECE_BYTES: usize = 256 << 10;
 /// Maximum size of a stored value in bytes, because etcd accepts requests of at most 1.5 MiB. A longer row is split.
 /// Its further pieces have keys that consist of the row's name, a blank (which no name contains) and a number.
-const MAX_VALUE_BYTES: usize = 512 << 10;
+const MAX_ETCD_VALUE_BYTES: usize = 512 << 10;
 
 /// Store of the fleet's records in etcd, for the leading controller. Asynchronous code must not call its functions,
 /// because they block.
@@ -60,8 +60,8 @@ impl EtcdStore {
             return Ok(None);
         }
         let decode_result = decode_rows(parts).and_then(FleetRecordRows::into_records);
-        decode_result.map(Some).map_err(|problem| FleetStoreError::Content {
-            store: format!("etcd at {}", self.cluster.endpoint_list()),
+        decode_result.map(Some).map_err(|problem| FleetStoreError::UnreadableContent {
+            store: format!("etcd at {}", self.cluster.joined_endpoints()),
             problem: format!("{problem:#}"),
         })
     }
@@ -69,7 +69,7 @@ impl EtcdStore {
     /// Stores the records in one atomic step, which writes only the parts that changed. Fails if this controller no
     /// longer leads.
     pub fn save_records(&mut self, records: &FleetRecords) -> Result<(), FleetStoreError> {
-        let parts = encode_parts(&records.into()).map_err(|problem| FleetStoreError::Content {
+        let parts = encode_parts(&records.into()).map_err(|problem| FleetStoreError::UnreadableContent {
             store: "etcd".to_owned(),
             problem: format!("{problem:#}"),
         })?;
@@ -77,32 +77,36 @@ impl EtcdStore {
     }
 }
 
-fn encode_parts(rows: &FleetRecordRows) -> anyhow::Result<StateParts> {
-    let mut parts = StateParts::new();
-    add_row(&mut parts, FLEET_PART.to_owned(), &rows.fleet)?;
-    add_row(&mut parts, LOAD_BALANCERS_PART.to_owned(), &rows.load_balancers)?;
-    add_row(&mut parts, DOCUMENT_GENERATION_PART.to_owned(), &rows.document.generation)?;
+fn encode_parts(rows: &FleetRecordRows) -> anyhow::Result<StoredStateParts> {
+    let mut parts = StoredStateParts::new();
+    add_row_as_parts(&mut parts, FLEET_PART_NAME.to_owned(), &rows.fleet)?;
+    add_row_as_parts(&mut parts, LOAD_BALANCERS_PART_NAME.to_owned(), &rows.load_balancers)?;
+    add_row_as_parts(&mut parts, DOCUMENT_GENERATION_PART_NAME.to_owned(), &rows.document.generation)?;
     for (name, service) in &rows.services {
-        add_row(&mut parts, format!("{SERVICE_PART_PREFIX}{name}"), service)?;
+        add_row_as_parts(&mut parts, format!("{SERVICE_PART_PREFIX}{name}"), service)?;
     }
     let mut servers_by_part: BTreeMap<u16, BTreeMap<u16, &_>> = BTreeMap::new();
     for (id, server) in &rows.servers {
         servers_by_part.entry(id / SERVERS_PER_PART).or_default().insert(*id, server);
     }
     for (group, servers) in &servers_by_part {
-        add_row(&mut parts, format!("{SERVERS_PART_PREFIX}{group:04}"), servers)?;
+        add_row_as_parts(&mut parts, format!("{SERVERS_PART_PREFIX}{group:04}"), servers)?;
     }
     for (number, text_piece) in split_into_pieces(&rows.document.text).enumerate() {
-        add_row(&mut parts, format!("{DOCUMENT_PART_PREFIX}{number:06}"), &text_piece)?;
+        add_row_as_parts(&mut parts, format!("{DOCUMENT_PART_PREFIX}{number:06}"), &text_piece)?;
     }
     for entries in rows.audit_log.chunk_by(|a, b| a.id / AUDIT_ENTRIES_PER_PART == b.id / AUDIT_ENTRIES_PER_PART) {
-        add_row(&mut parts, format!("{AUDIT_PART_PREFIX}{:012}", entries[0].id / AUDIT_ENTRIES_PER_PART), &entries)?;
+        add_row_as_parts(
+            &mut parts,
+            format!("{AUDIT_PART_PREFIX}{:012}", entries[0].id / AUDIT_ENTRIES_PER_PART),
+            &entries,
+        )?;
     }
     Ok(parts)
 }
 
-fn add_row(parts: &mut StateParts, name: String, row: &impl Serialize) -> anyhow::Result<()> {
-    for (number, chunk) in serde_json::to_vec(row)?.chunks(MAX_VALUE_BYTES).enumerate() {
+fn add_row_as_parts(parts: &mut StoredStateParts, name: String, row: &impl Serialize) -> anyhow::Result<()> {
+    for (number, chunk) in serde_json::to_vec(row)?.chunks(MAX_ETCD_VALUE_BYTES).enumerate() {
         let part_name = if number == 0 { name.clone() } else { format!("{name} {number:06}") };
         parts.insert(part_name, chunk.to_vec());
     }
@@ -110,7 +114,7 @@ fn add_row(parts: &mut StateParts, name: String, row: &impl Serialize) -> anyhow
 }
 
 /// Returns the content of each row by row name. A row's content is joined from its pieces.
-fn join_rows(parts: &StateParts) -> BTreeMap<&str, Cow<'_, [u8]>> {
+fn join_row_pieces(parts: &StoredStateParts) -> BTreeMap<&str, Cow<'_, [u8]>> {
     let mut rows_by_name: BTreeMap<&str, Cow<'_, [u8]>> = BTreeMap::new();
     for (name, chunk) in parts {
         match name.split_once(' ') {
@@ -121,13 +125,13 @@ fn join_rows(parts: &StateParts) -> BTreeMap<&str, Cow<'_, [u8]>> {
     rows_by_name
 }
 
-fn decode_rows(parts: &StateParts) -> anyhow::Result<FleetRecordRows> {
-    let rows_by_name = join_rows(parts);
+fn decode_rows(parts: &StoredStateParts) -> anyhow::Result<FleetRecordRows> {
+    let rows_by_name = join_row_pieces(parts);
     let mut rows = FleetRecordRows {
-        fleet: decode_part(&rows_by_name, FLEET_PART)?,
+        fleet: decode_part(&rows_by_name, FLEET_PART_NAME)?,
         services: BTreeMap::new(),
         servers: BTreeMap::new(),
-        load_balancers: decode_part(&rows_by_name, LOAD_BALANCERS_PART)?,
+        load_balancers: decode_part(&rows_by_name, LOAD_BALANCERS_PART_NAME)?,
         document: FleetDocument::default(),
         audit_log: Arc::default(),
     };
@@ -147,7 +151,7 @@ fn decode_rows(parts: &StateParts) -> anyhow::Result<FleetRecordRows> {
     }
     rows.audit_log = Arc::new(audit);
     rows.document =
-        FleetDocument { generation: decode_part(&rows_by_name, DOCUMENT_GENERATION_PART)?, text: text.into() };
+        FleetDocument { generation: decode_part(&rows_by_name, DOCUMENT_GENERATION_PART_NAME)?, text: text.into() };
     Ok(rows)
 }
 
@@ -173,14 +177,14 @@ mod tests {
 
     use coreward_config::TomlSource;
 
-    use super::super::tests::complete_records;
+    use super::super::tests::records_for_every_table;
     use super::*;
-    use coreward_fleet::audit::{ChangeAuthor, ChangeDescription, describe_changes};
+    use coreward_fleet::audit::{FleetChangeAuthor, FleetChangeDescription, describe_changes};
     use coreward_fleet::config::list_changes;
 
     #[test]
     fn parts_contain_all_records() {
-        let mut records = complete_records();
+        let mut records = records_for_every_table();
         let text = "# \u{e4}\n".repeat(3 * MAX_DOCUMENT_PIECE_BYTES / 5);
         records.document.text = text.into();
         let parts = encode_parts(&(&records).into()).unwrap();
@@ -189,14 +193,14 @@ mod tests {
     }
 
     /// Maximum size of a request to etcd, in bytes.
-    const MAX_REQUEST_BYTES: usize = 3 << 19;
+    const MAX_ETCD_REQUEST_BYTES: usize = 3 << 19;
 
-    fn largest_value_bytes(parts: &StateParts) -> usize {
+    fn largest_value_bytes(parts: &StoredStateParts) -> usize {
         parts.values().map(Vec::len).max().unwrap_or_default()
     }
 
     /// Returns a fleet document whose services list 1,000 servers except the server with the number `missing_server`.
-    fn fleet_without_server(missing_server: usize) -> TomlSource {
+    fn fleet_document_without_server(missing_server: usize) -> TomlSource {
         let server_names: Vec<String> =
             (0..1000).filter(|n| *n != missing_server).map(|n| format!("server-{n:04}")).collect();
         let service_section = |port: u16| format!("[[service]]\nname = \"s{port}\"\nservers = {server_names:?}\n");
@@ -205,24 +209,25 @@ mod tests {
 
     #[test]
     fn changes_of_long_lists_fit_into_requests_to_etcd() {
-        let mut records = complete_records();
+        let mut records = records_for_every_table();
         for edit in 0..60 {
-            let change_texts: Vec<String> = list_changes(&fleet_without_server(edit), &fleet_without_server(edit + 1))
-                .iter()
-                .map(ToString::to_string)
-                .collect();
+            let change_texts: Vec<String> =
+                list_changes(&fleet_document_without_server(edit), &fleet_document_without_server(edit + 1))
+                    .iter()
+                    .map(ToString::to_string)
+                    .collect();
             assert_eq!(change_texts.len(), 2);
             let description = describe_changes(&change_texts);
-            let change_description = ChangeDescription {
+            let change_description = FleetChangeDescription {
                 action: "apply",
                 target: String::new(),
                 state_before: String::new(),
                 state_after: description,
             };
-            records.append_audit_entry(&ChangeAuthor::sighup(), change_description, Duration::from_secs(1));
+            records.append_audit_entry(&FleetChangeAuthor::sighup(), change_description, Duration::from_secs(1));
             let parts = encode_parts(&(&records).into()).unwrap();
             assert!(
-                largest_value_bytes(&parts) < MAX_REQUEST_BYTES,
+                largest_value_bytes(&parts) < MAX_ETCD_REQUEST_BYTES,
                 "after {} edits: {} bytes",
                 edit + 1,
                 largest_value_bytes(&parts)
@@ -232,18 +237,18 @@ mod tests {
 
     #[test]
     fn long_rows_are_stored_in_several_pieces() {
-        let mut records = complete_records();
+        let mut records = records_for_every_table();
         let load_balancer_record = records.load_balancers["lb1"];
         records.load_balancers.extend((0..20_000).map(|number| (format!("{number:064}"), load_balancer_record)));
         let parts = encode_parts(&(&records).into()).unwrap();
-        assert!(largest_value_bytes(&parts) < MAX_REQUEST_BYTES, "{} bytes", largest_value_bytes(&parts));
+        assert!(largest_value_bytes(&parts) < MAX_ETCD_REQUEST_BYTES, "{} bytes", largest_value_bytes(&parts));
         assert!(parts.contains_key("load_balancers 000003"), "{:?}", parts.keys());
         assert_eq!(decode_rows(&parts).and_then(FleetRecordRows::into_records).unwrap(), records);
     }
 
     #[test]
     fn change_of_one_server_changes_one_part_only() {
-        let (old_records, mut new_records) = (complete_records(), complete_records());
+        let (old_records, mut new_records) = (records_for_every_table(), records_for_every_table());
         new_records.servers.last_entry().unwrap().get_mut().address = [10, 2, 0, 99].into();
         let [old_parts, new_parts] =
             [old_records, new_records].map(|records| encode_parts(&(&records).into()).unwrap());
@@ -257,8 +262,8 @@ mod tests {
 
     #[test]
     fn missing_part_is_reported() {
-        let mut parts = encode_parts(&(&complete_records()).into()).unwrap();
-        parts.remove(FLEET_PART);
+        let mut parts = encode_parts(&(&records_for_every_table()).into()).unwrap();
+        parts.remove(FLEET_PART_NAME);
         assert_eq!(decode_rows(&parts).unwrap_err().to_string(), "part fleet is not there");
     }
 }

@@ -40,12 +40,12 @@ impl FleetStore {
 pub enum FleetStoreError {
     /// The store's file cannot be opened or created.
     #[error("store {}: {source}: expected a file that can be written, or a directory to make it in", path.display())]
-    File { path: PathBuf, source: std::io::Error },
+    UnusableFile { path: PathBuf, source: std::io::Error },
     #[error("store {} is in use: expected one controller per store", path.display())]
-    InUse { path: PathBuf },
+    FileInUse { path: PathBuf },
     /// The content of the store is damaged or has another format, or the disk fails.
     #[error("store {store}: {problem}")]
-    Content {
+    UnreadableContent {
         /// Path of the store's file, or endpoints of etcd.
         store: String,
         problem: String,
@@ -65,7 +65,7 @@ mod tests {
     use coreward_model::vlan::Vlan;
     use coreward_wire::ServiceIndex;
 
-    use coreward_fleet::audit::{ChangeAuthor, ChangeDescription};
+    use coreward_fleet::audit::{FleetChangeAuthor, FleetChangeDescription};
     use coreward_fleet::records::DrainRecord;
     use coreward_fleet::records::{FleetDocument, FleetRecords, ServerRecord, ServiceMembership, ServiceRecord};
 
@@ -90,7 +90,7 @@ mod tests {
     }
 
     /// Returns records with content for every table of the store.
-    pub fn complete_records() -> FleetRecords {
+    pub fn records_for_every_table() -> FleetRecords {
         let mut records = FleetRecords::generate(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;
         records.document = FleetDocument { generation: 4, text: "# The first.\nload_ewma_alpha = 0.5\n".into() };
@@ -109,13 +109,13 @@ mod tests {
             records.servers.insert(id.try_into().unwrap(), server_record(id, left_at_s));
         }
         for n in 0..120 {
-            let change_description = ChangeDescription {
+            let change_description = FleetChangeDescription {
                 action: "drain",
                 target: format!("s{n}"),
                 state_before: "active".into(),
                 state_after: "drained".into(),
             };
-            records.append_audit_entry(&ChangeAuthor::sighup(), change_description, Duration::from_secs(n));
+            records.append_audit_entry(&FleetChangeAuthor::sighup(), change_description, Duration::from_secs(n));
         }
         records
     }

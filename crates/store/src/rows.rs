@@ -200,7 +200,7 @@ impl ServiceRow {
         Ok(ServiceRecord {
             index: ServiceIndex::parse("index", self.index.into())?,
             hash_seed: self.seed,
-            bucket_history: BucketHistory::from_stored(current_servers, previous_servers).unwrap_or_default(),
+            bucket_history: BucketHistory::from_stored_servers(current_servers, previous_servers).unwrap_or_default(),
         })
     }
 }

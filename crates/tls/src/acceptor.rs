@@ -28,7 +28,7 @@ use crate::credentials::Credentials;
 use crate::failure::{ConnectionFailureCounters, ConnectionFailureReason, PeerConnectionFailure};
 use crate::identity::{FleetIdentity, FleetRole};
 use crate::io::PlainOrTlsStream;
-use crate::tls::ReloadableCredentials;
+use crate::tls::ReloadableTlsCredentials;
 use crate::verify::ClientCertificatePolicy;
 use crate::verify::{ClientCertificateVerifier, RevocationList};
 
@@ -70,7 +70,7 @@ pub struct ConnectionAcceptor {
 
 #[derive(Debug)]
 struct TlsSettings {
-    tls: Arc<ReloadableCredentials>,
+    reloadable_credentials: Arc<ReloadableTlsCredentials>,
     accepted_roles: Vec<FleetRole>,
     client_certificates: ClientCertificatePolicy,
     protocols: &'static [&'static str],
@@ -94,7 +94,7 @@ struct TrackedConnection {
     identity: FleetIdentity,
     fingerprint: CertificateFingerprint,
     certificate_chain: Vec<CertificateDer<'static>>,
-    not_after: Duration,
+    certificate_not_after: Duration,
     is_closed: AtomicBool,
     reader_waker: Mutex<Option<Waker>>,
 }
@@ -136,7 +136,7 @@ impl ConnectionAcceptor {
     /// Creates an acceptor that requires a valid certificate with one of these roles. Its TLS handshake offers
     /// `protocols` by ALPN.
     pub fn with_tls(
-        tls: Arc<ReloadableCredentials>,
+        tls: Arc<ReloadableTlsCredentials>,
         accepted_roles: &[FleetRole],
         client_certificates: ClientCertificatePolicy,
         protocols: &'static [&'static str],
@@ -147,7 +147,7 @@ impl ConnectionAcceptor {
         let (accepted_roles, config, checked_credentials) =
             (accepted_roles.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
         let tls_settings = Some(TlsSettings {
-            tls,
+            reloadable_credentials: tls,
             accepted_roles,
             client_certificates,
             protocols,
@@ -170,14 +170,14 @@ impl ConnectionAcceptor {
         let (sender, receiver) = mpsc::channel(ACCEPT_QUEUE_LENGTH);
         tokio::spawn(async move {
             tokio::select! {
-                () = self.accept_loop(&listener, &sender) => {}
+                () = self.accept_connections(&listener, &sender) => {}
                 () = sender.closed() => {}
             }
         });
         tokio_stream::wrappers::ReceiverStream::new(receiver)
     }
 
-    async fn accept_loop(
+    async fn accept_connections(
         self: &Arc<Self>,
         listener: &TcpListener,
         connection_sender: &mpsc::Sender<io::Result<AcceptedConnection>>,
@@ -246,7 +246,11 @@ impl ConnectionAcceptor {
         stream.set_nodelay(true).map_err(|error| PeerConnectionFailure::from_io_error(&error))?;
         let Some(tls_settings) = &self.tls_settings else {
             let caller = ConnectionCaller { address, identity: None, is_encrypted: false };
-            return Ok(AcceptedConnection { io: PlainOrTlsStream::Plain(stream), caller, guard: None });
+            return Ok(AcceptedConnection {
+                stream: PlainOrTlsStream::Plain(stream),
+                caller,
+                registration_guard: None,
+            });
         };
         let acceptor = TlsAcceptor::from(tls_settings.current_server_config()?);
         let result = tokio::time::timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await;
@@ -269,9 +273,9 @@ impl ConnectionAcceptor {
         let identity = connection_guard.as_ref().map(|guard| guard.connection.identity.clone());
         let caller = ConnectionCaller { address, identity, is_encrypted: true };
         Ok(AcceptedConnection {
-            io: PlainOrTlsStream::Tls(Box::new(tls_stream.into())),
+            stream: PlainOrTlsStream::Tls(Box::new(tls_stream.into())),
             caller,
-            guard: connection_guard,
+            registration_guard: connection_guard,
         })
     }
 
@@ -301,7 +305,7 @@ impl ConnectionAcceptor {
             identity,
             fingerprint: certificate.fingerprint,
             certificate_chain: chain,
-            not_after: certificate.not_after,
+            certificate_not_after: certificate.not_after,
             is_closed: AtomicBool::new(false),
             reader_waker: Mutex::default(),
         });
@@ -311,7 +315,7 @@ impl ConnectionAcceptor {
 
     /// Periodically closes the connections whose certificates have expired or are revoked. Users of
     /// [`Self::admit_connection`] must run this loop.
-    pub async fn close_invalid_connections_loop(&self) -> std::convert::Infallible {
+    pub async fn close_invalid_connections_periodically(&self) -> std::convert::Infallible {
         let mut certificate_check_ticks = tokio::time::interval(CERTIFICATE_CHECK_INTERVAL);
         certificate_check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -338,7 +342,7 @@ impl ConnectionAcceptor {
             self.lock_connections().connections_by_number.values().filter(|connection| !connection.is_closed())
         {
             let is_revoked = tls_settings.revocation_list.contains(&connection.fingerprint);
-            if is_revoked || connection.not_after < now {
+            if is_revoked || connection.certificate_not_after < now {
                 let problem = if is_revoked { "is revoked" } else { "has expired" };
                 let peer = &connection.identity;
                 tracing::warn!(
@@ -356,7 +360,7 @@ impl TlsSettings {
     /// Returns a verifier if an authority was removed since the last call. The open connections must then be checked
     /// again.
     fn verifier_if_authority_removed(&self) -> Option<ClientCertificateVerifier> {
-        let credentials = self.tls.credentials();
+        let credentials = self.reloadable_credentials.credentials();
         let mut checked_credentials = self.last_checked_credentials.lock();
         let previous_credentials = std::mem::replace(&mut *checked_credentials, credentials.clone());
         let is_still_trusted =
@@ -382,7 +386,7 @@ impl TlsSettings {
     }
 
     fn current_server_config(&self) -> Result<Arc<ServerConfig>, PeerConnectionFailure> {
-        let credentials = self.tls.credentials();
+        let credentials = self.reloadable_credentials.credentials();
         let mut config = self.server_config_cache.lock();
         if let Some((config_credentials, config)) = &*config
             && Arc::ptr_eq(config_credentials, &credentials)
@@ -396,7 +400,7 @@ impl TlsSettings {
             self.protocols,
         );
         let new_config = Arc::new(new_config.map_err(|error| PeerConnectionFailure {
-            reason: ConnectionFailureReason::Broken,
+            reason: ConnectionFailureReason::OtherFailure,
             failure_description: format!("{error:#}"),
         })?);
         *config = Some((credentials, new_config.clone()));
@@ -468,9 +472,9 @@ impl Drop for ConnectionRegistrationGuard {
 
 #[derive(Debug)]
 pub struct AcceptedConnection {
-    io: PlainOrTlsStream,
+    stream: PlainOrTlsStream,
     caller: ConnectionCaller,
-    guard: Option<ConnectionRegistrationGuard>,
+    registration_guard: Option<ConnectionRegistrationGuard>,
 }
 
 impl AcceptedConnection {
@@ -480,17 +484,19 @@ impl AcceptedConnection {
 
     /// Returns the fingerprint and the expiry (time since 1970) of the peer's certificate, or `None` if there is none.
     pub fn certificate_fingerprint_and_expiry(&self) -> Option<(CertificateFingerprint, Duration)> {
-        self.guard.as_ref().map(|guard| (guard.connection.fingerprint, guard.connection.not_after))
+        self.registration_guard
+            .as_ref()
+            .map(|guard| (guard.connection.fingerprint, guard.connection.certificate_not_after))
     }
 
     /// Moves the connection to another runtime. Fails if the process has too many open files.
     pub fn move_to_runtime(mut self, runtime: &Handle) -> io::Result<Self> {
-        self.io.move_to_runtime(runtime)?;
+        self.stream.move_to_runtime(runtime)?;
         Ok(self)
     }
 
     fn is_closed(&self) -> bool {
-        self.guard.as_ref().is_some_and(|guard| guard.connection.is_closed())
+        self.registration_guard.as_ref().is_some_and(|guard| guard.connection.is_closed())
     }
 }
 
@@ -512,14 +518,14 @@ impl AsyncRead for AcceptedConnection {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if let Some(guard) = &self.guard {
+        if let Some(guard) = &self.registration_guard {
             *guard.connection.reader_waker.lock() = Some(context.waker().clone());
         }
         // This is checked after the waker is registered, so that a close in between wakes the task.
         if self.is_closed() {
             return Poll::Ready(Err(closed_connection_error()));
         }
-        Pin::new(&mut self.io).poll_read(context, buffer)
+        Pin::new(&mut self.stream).poll_read(context, buffer)
     }
 }
 
@@ -528,7 +534,7 @@ impl AsyncWrite for AcceptedConnection {
         if self.is_closed() {
             return Poll::Ready(Err(closed_connection_error()));
         }
-        Pin::new(&mut self.io).poll_write(context, bytes)
+        Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 
     fn poll_write_vectored(
@@ -539,18 +545,18 @@ impl AsyncWrite for AcceptedConnection {
         if self.is_closed() {
             return Poll::Ready(Err(closed_connection_error()));
         }
-        Pin::new(&mut self.io).poll_write_vectored(context, bytes)
+        Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
+        self.stream.is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(context)
+        Pin::new(&mut self.stream).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(context)
+        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }

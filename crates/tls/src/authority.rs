@@ -28,7 +28,7 @@ use crate::disk::{self, write_public_file, write_secret};
 use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
 /// Tolerated difference between two machines' clocks. A certificate's validity begins this much earlier than its issue.
-pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
+pub const MACHINE_CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
 /// One day, the unit in which operators give the validity of certificates.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
@@ -47,10 +47,10 @@ pub struct CertificateValidity {
 }
 
 impl CertificateValidity {
-    /// Returns a validity from [`CLOCK_TOLERANCE`] before the current time until the given duration after it.
+    /// Returns a validity from [`MACHINE_CLOCK_TOLERANCE`] before the current time until the given duration after it.
     pub fn from_now(duration: Duration) -> Self {
         let now = unix_now();
-        Self { not_before: now.saturating_sub(CLOCK_TOLERANCE), not_after: now + duration }
+        Self { not_before: now.saturating_sub(MACHINE_CLOCK_TOLERANCE), not_after: now + duration }
     }
 }
 
@@ -62,7 +62,7 @@ pub struct IssuedCertificate {
 
 /// Step of the roll-over from one authority to the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum RolloverStep {
+pub enum AuthorityRolloverStep {
     /// Create the next authority: ca.crt has both, and the old one still signs
     Begin,
     /// Let the next authority sign, after every daemon has the ca.crt of `begin`: ca.crt still has both
@@ -188,10 +188,14 @@ impl CertificateAuthority {
     }
 
     /// Executes one step of the authority's replacement. Fails if another step must come next.
-    pub fn perform_rollover_step(&self, step: RolloverStep, validity_duration: Duration) -> anyhow::Result<()> {
+    pub fn perform_rollover_step(
+        &self,
+        step: AuthorityRolloverStep,
+        validity_duration: Duration,
+    ) -> anyhow::Result<()> {
         let authority_file_exists = |file: &str| self.file_path(file).exists();
         match step {
-            RolloverStep::Begin => {
+            AuthorityRolloverStep::Begin => {
                 ensure!(!authority_file_exists("next.key"), "next.key exists: expected `switch`, the second step");
                 ensure!(
                     !authority_file_exists("previous.crt"),
@@ -204,7 +208,7 @@ impl CertificateAuthority {
                     &["authority", "next"],
                 )
             }
-            RolloverStep::Switch => {
+            AuthorityRolloverStep::Switch => {
                 ensure!(
                     authority_file_exists("next.key") || !authority_file_exists("previous.crt"),
                     "previous.crt exists, and no next.key: the new authority signs already: expected `finish`, the \
@@ -213,7 +217,7 @@ impl CertificateAuthority {
                 ensure!(authority_file_exists("next.key"), "next.key is not there: expected `begin`, the first step");
                 self.switch_to_next_authority()
             }
-            RolloverStep::Finish => {
+            AuthorityRolloverStep::Finish => {
                 ensure!(!authority_file_exists("next.key"), "next.key exists: expected `switch`, the second step");
                 ensure!(
                     authority_file_exists("previous.crt"),

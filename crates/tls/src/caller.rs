@@ -34,7 +34,7 @@ impl ConnectionCaller {
 
     /// Checks that the peer has one of these roles, and otherwise fails with PERMISSION_DENIED. Permits all peers if
     /// TLS is not used.
-    pub fn require_role(&self, roles: &[FleetRole]) -> Result<(), Status> {
+    pub fn require_any_role(&self, roles: &[FleetRole]) -> Result<(), Status> {
         match &self.identity {
             None if !self.is_encrypted => Ok(()),
             Some(identity) if roles.contains(&identity.role) => Ok(()),
@@ -52,7 +52,7 @@ impl ConnectionCaller {
 
     /// Checks that the peer's certificate has this role and name, and otherwise fails with PERMISSION_DENIED.
     pub fn require_role_and_name(&self, role: FleetRole, name: &str) -> Result<(), Status> {
-        self.require_role(&[role])?;
+        self.require_any_role(&[role])?;
         match &self.identity {
             Some(identity) if identity.name.as_str() != name => {
                 let message = format!(
@@ -90,13 +90,13 @@ mod tests {
         assert_eq!(error.message(), "the certificate is for agent s1, not for agent s2: expected its own name");
         let error = agent.require_role_and_name(FleetRole::Lb, "s1").unwrap_err();
         assert_eq!(error.message(), "the certificate is for agent s1: expected lb");
-        assert!(agent.require_role(&[FleetRole::Operator, FleetRole::Viewer]).is_err());
+        assert!(agent.require_any_role(&[FleetRole::Operator, FleetRole::Viewer]).is_err());
     }
 
     #[test]
     fn connection_without_tls_has_every_permission() {
         assert!(test_caller(None, false).require_role_and_name(FleetRole::Lb, "lb1").is_ok());
-        let error = test_caller(None, true).require_role(&[FleetRole::Viewer]).unwrap_err();
+        let error = test_caller(None, true).require_any_role(&[FleetRole::Viewer]).unwrap_err();
         assert_eq!(error.message(), "the certificate is for no identity: expected viewer");
     }
 }

@@ -7,7 +7,9 @@ use anyhow::Context as _;
 use comfy_table::Table;
 use rustls::pki_types::ServerName;
 
-use crate::authority::{CLOCK_TOLERANCE, CertificateAuthority, CertificateValidity, DAY, RolloverStep};
+use crate::authority::{
+    AuthorityRolloverStep, CertificateAuthority, CertificateValidity, DAY, MACHINE_CLOCK_TOLERANCE,
+};
 use crate::certificate::{Certificate, unix_now};
 use crate::credentials::read_certificates;
 use crate::identity::{FleetIdentity, FleetRole, IdentityName};
@@ -30,7 +32,7 @@ enum CertsCommand {
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
         #[command(flatten)]
-        authority_args: AuthorityArgs,
+        authority_args: CertificateAuthorityArgs,
     },
     /// Issue a certificate: write certificate, key and ca.crt into a directory to copy to the machine
     Issue {
@@ -51,7 +53,7 @@ enum CertsCommand {
         #[arg(long, value_name = "DIRECTORY")]
         out: Option<PathBuf>,
         #[command(flatten)]
-        authority_args: AuthorityArgs,
+        authority_args: CertificateAuthorityArgs,
     },
     /// Renew certificates and keys
     Renew {
@@ -62,7 +64,7 @@ enum CertsCommand {
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: Option<u32>,
         #[command(flatten)]
-        authority_args: AuthorityArgs,
+        authority_args: CertificateAuthorityArgs,
     },
     /// Show owner, validity and fingerprint of each certificate
     Show {
@@ -73,17 +75,17 @@ enum CertsCommand {
     /// Replace the authority in three steps, during which all daemons accept each other's certificates
     RollOver {
         /// Step of the replacement
-        step: RolloverStep,
+        step: AuthorityRolloverStep,
         /// Validity of the new authority (days)
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
         #[command(flatten)]
-        authority_args: AuthorityArgs,
+        authority_args: CertificateAuthorityArgs,
     },
 }
 
 #[derive(clap::Args)]
-struct AuthorityArgs {
+struct CertificateAuthorityArgs {
     /// Directory of the authority
     #[arg(long, value_name = "DIRECTORY", default_value = "certs")]
     directory: PathBuf,
@@ -110,7 +112,7 @@ pub fn run_certs_command(args: &CertsArgs) -> anyhow::Result<String> {
             let identity = FleetIdentity { fleet: authority.fleet_name()?, role: *role, name: name.clone() };
             let default_bundle_directory = || folder.directory.join(format!("{role}-{name}").replace('/', "_"));
             let output_directory = out.clone().unwrap_or_else(default_bundle_directory);
-            ensure_same_owner(&output_directory, &identity)?;
+            ensure_bundle_has_same_owner(&output_directory, &identity)?;
             issue_and_write_bundle(&authority, &identity, address, days_to_duration(*length), &output_directory)?;
             Ok(format!(
                 "{}: for {identity}, {length} days. In its file, with the directory at its machine:\n\n[tls]\nca = \
@@ -142,7 +144,7 @@ fn parse_host(text: &str) -> Result<String, String> {
 }
 
 /// Checks that the directory contains no certificate of another owner, which would be overwritten.
-fn ensure_same_owner(bundle_directory: &Path, identity: &FleetIdentity) -> anyhow::Result<()> {
+fn ensure_bundle_has_same_owner(bundle_directory: &Path, identity: &FleetIdentity) -> anyhow::Result<()> {
     let certificate_path = bundle_directory.join("own.crt");
     let Ok(certificates) = read_certificates(&certificate_path) else { return Ok(()) };
     if let Some(other_identity) =
@@ -170,15 +172,15 @@ fn issue_and_write_bundle(
 }
 
 /// Executes a step of the authority's replacement. Returns instructions for the operator's next step.
-fn roll_over_authority(directory: &Path, step: RolloverStep, validity: Duration) -> anyhow::Result<String> {
+fn roll_over_authority(directory: &Path, step: AuthorityRolloverStep, validity: Duration) -> anyhow::Result<String> {
     let authority = CertificateAuthority::open(directory)?;
     authority.perform_rollover_step(step, validity)?;
     let next_step_text = match step {
-        RolloverStep::Begin => {
+        AuthorityRolloverStep::Begin => {
             "copy the new ca.crt to every daemon, or `coreward certs renew` all bundles; then `switch`"
         }
-        RolloverStep::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
-        RolloverStep::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
+        AuthorityRolloverStep::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
+        AuthorityRolloverStep::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
     };
     Ok(format!("{}: {next_step_text}", authority.ca_path().display()))
 }
@@ -201,7 +203,7 @@ fn renew_certificate_bundle(
         identity.fleet
     );
     let new_validity_duration = validity_duration
-        .unwrap_or(old_certificate.not_after.saturating_sub(old_certificate.not_before + CLOCK_TOLERANCE));
+        .unwrap_or(old_certificate.not_after.saturating_sub(old_certificate.not_before + MACHINE_CLOCK_TOLERANCE));
     issue_and_write_bundle(authority, &identity, &old_certificate.hosts, new_validity_duration, bundle_directory)?;
     Ok(format!(
         "{}: for {identity}, until {}",

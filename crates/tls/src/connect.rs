@@ -14,11 +14,11 @@ use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::credentials::{CredentialError, CredentialFiles, Credentials, client_config_without_certificate};
+use crate::credentials::{CredentialError, Credentials, TlsCredentialFiles, client_config_without_certificate};
 use crate::failure::PeerConnectionFailure;
 use crate::identity::FleetRole;
 use crate::io::PlainOrTlsStream;
-use crate::tls::ReloadableCredentials;
+use crate::tls::ReloadableTlsCredentials;
 use crate::verify::ExpectedControllerHost;
 
 const HTTP_1_1_ALPN: &str = "http/1.1";
@@ -27,7 +27,7 @@ const HTTP_1_1_ALPN: &str = "http/1.1";
 #[derive(Debug, Clone)]
 pub struct GrpcConnector {
     address: SocketAddr,
-    tls_and_peer_roles: Option<(Arc<ReloadableCredentials>, &'static [FleetRole])>,
+    tls_and_peer_roles: Option<(Arc<ReloadableTlsCredentials>, &'static [FleetRole])>,
 }
 
 impl GrpcConnector {
@@ -35,7 +35,7 @@ impl GrpcConnector {
     /// not encrypted.
     pub fn new(
         address: SocketAddr,
-        tls_and_peer_roles: Option<(Arc<ReloadableCredentials>, &'static [FleetRole])>,
+        tls_and_peer_roles: Option<(Arc<ReloadableTlsCredentials>, &'static [FleetRole])>,
     ) -> Self {
         Self { address, tls_and_peer_roles }
     }
@@ -71,7 +71,7 @@ pub struct HttpsConnector(Arc<ClientConfig>);
 
 impl HttpsConnector {
     /// Creates a connector that presents a client certificate. The controller must belong to the certificate's fleet.
-    pub fn with_certificate(files: &CredentialFiles, host: ExpectedControllerHost) -> Result<Self, CredentialError> {
+    pub fn with_certificate(files: &TlsCredentialFiles, host: ExpectedControllerHost) -> Result<Self, CredentialError> {
         let config = Credentials::load(files)?.build_client_config(&[FleetRole::Controller], host, HTTP_1_1_ALPN);
         let config = config.map_err(|error| CredentialError { config_key: "key", message: error.to_string() })?;
         Ok(Self(Arc::new(config)))

@@ -19,7 +19,7 @@ use crate::verify::{
 };
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CredentialFiles {
+pub struct TlsCredentialFiles {
     /// Path of the file with the trusted authorities' certificates (PEM).
     pub ca_path: PathBuf,
     /// Path of the file with the daemon's own certificate and its chain (PEM).
@@ -46,13 +46,13 @@ pub struct Credentials {
     pub identity: FleetIdentity,
     pub own_certificate: Certificate,
     pub authorities: Vec<Certificate>,
-    roots: Arc<RootCertStore>,
+    root_certificates: Arc<RootCertStore>,
     certificate_chain: Vec<CertificateDer<'static>>,
     private_key: PrivateKeyDer<'static>,
 }
 
 impl Credentials {
-    pub fn find_problems(files: &CredentialFiles) -> Vec<CredentialError> {
+    pub fn find_problems(files: &TlsCredentialFiles) -> Vec<CredentialError> {
         let problems = [
             read_authorities(&files.ca_path).err(),
             read_certificate_chain("certificate", &files.certificate_path).err(),
@@ -65,7 +65,7 @@ impl Credentials {
         }
     }
 
-    pub fn load(files: &CredentialFiles) -> Result<Self, CredentialError> {
+    pub fn load(files: &TlsCredentialFiles) -> Result<Self, CredentialError> {
         let (roots, authorities) = read_authorities(&files.ca_path)?;
         let path = &files.certificate_path;
         let certificate_chain = read_certificate_chain("certificate", path)?;
@@ -77,8 +77,14 @@ impl Credentials {
         };
         let identity = own_certificate.identity.clone().ok_or_else(no_identity_error)?;
         let private_key = read_private_key(&files.key_path)?;
-        let credentials =
-            Self { identity, own_certificate, authorities, roots: Arc::new(roots), certificate_chain, private_key };
+        let credentials = Self {
+            identity,
+            own_certificate,
+            authorities,
+            root_certificates: Arc::new(roots),
+            certificate_chain,
+            private_key,
+        };
         // This fails unless key and certificate belong together.
         credentials.build_client_config(&[FleetRole::Controller], ExpectedControllerHost::Any, "h2").map_err(
             |error| {
@@ -96,7 +102,7 @@ impl Credentials {
         protocol: &str,
     ) -> Result<ClientConfig, rustls::Error> {
         let fleet = Some(self.identity.fleet.clone());
-        let builder = client_config_builder(self.roots.clone(), fleet, expected_roles, host)?;
+        let builder = client_config_builder(self.root_certificates.clone(), fleet, expected_roles, host)?;
         let config = builder.with_client_auth_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
         Ok(set_alpn_protocol(config, protocol))
     }
@@ -109,7 +115,7 @@ impl Credentials {
     ) -> anyhow::Result<ClientCertificateVerifier> {
         let fleet = self.identity.fleet.clone();
         ClientCertificateVerifier::new(
-            self.roots.clone(),
+            self.root_certificates.clone(),
             &crypto_provider(),
             fleet,
             accepted_roles,

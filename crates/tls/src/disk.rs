@@ -8,15 +8,15 @@ use std::path::Path;
 use anyhow::Context as _;
 
 pub(crate) fn write_public_file(path: &Path, text: &str) -> anyhow::Result<()> {
-    write_with_mode(path, text.as_bytes(), 0o644)
+    write_file_with_mode(path, text.as_bytes(), 0o644)
 }
 
 /// Atomically writes a file that only its owner can read. On an error, the old file remains.
 pub fn write_secret(path: &Path, content: impl AsRef<[u8]>) -> anyhow::Result<()> {
-    write_with_mode(path, content.as_ref(), 0o600)
+    write_file_with_mode(path, content.as_ref(), 0o600)
 }
 
-fn write_with_mode(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
+fn write_file_with_mode(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     let temporary_path = path.with_extension("new");
     let write_temporary_file = || {
         // The temporary file of an earlier attempt may be readable by others.
@@ -58,21 +58,21 @@ pub(crate) mod interruption {
     use std::io;
 
     thread_local! {
-        static CHANGES_BEFORE_FAILURE: Cell<Option<usize>> = const { Cell::new(None) };
+        static FILE_CHANGES_BEFORE_FAILURE: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    pub(crate) fn interrupt_after_changes<T>(change_count: usize, operation: impl FnOnce() -> T) -> T {
-        CHANGES_BEFORE_FAILURE.set(Some(change_count));
+    pub(crate) fn run_with_interrupt_after_changes<T>(change_count: usize, operation: impl FnOnce() -> T) -> T {
+        FILE_CHANGES_BEFORE_FAILURE.set(Some(change_count));
         let operation_result = operation();
-        CHANGES_BEFORE_FAILURE.set(None);
+        FILE_CHANGES_BEFORE_FAILURE.set(None);
         operation_result
     }
 
     pub(super) fn fail_if_interrupted() -> io::Result<()> {
-        match CHANGES_BEFORE_FAILURE.get() {
+        match FILE_CHANGES_BEFORE_FAILURE.get() {
             Some(0) => Err(io::Error::new(io::ErrorKind::Interrupted, "interrupted")),
             remaining_changes => {
-                CHANGES_BEFORE_FAILURE.set(remaining_changes.map(|change_count| change_count - 1));
+                FILE_CHANGES_BEFORE_FAILURE.set(remaining_changes.map(|change_count| change_count - 1));
                 Ok(())
             }
         }

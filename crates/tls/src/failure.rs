@@ -12,7 +12,7 @@ use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
 /// Minimum interval between two log lines with the same reason. Without it, many rejected connections could fill the
 /// disk.
-const LOG_INTERVAL: Duration = Duration::from_secs(1);
+const CONNECTION_FAILURE_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Reason why a connection was rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -23,8 +23,8 @@ pub enum ConnectionFailureReason {
     NoCertificate,
     /// The certificate is signed by an authority that is not in the file `ca` of `[tls]`.
     UnknownAuthority,
-    Expired,
-    NotYetValid,
+    ExpiredCertificate,
+    NotYetValidCertificate,
     /// The certificate does not contain the identity of a fleet member.
     NoIdentity,
     /// The certificate was issued for another fleet.
@@ -33,13 +33,13 @@ pub enum ConnectionFailureReason {
     WrongRole,
     /// The certificate does not contain the required name or host.
     WrongName,
-    Revoked,
+    RevokedCertificate,
     /// The peer rejects the certificate of this process.
     RejectedByPeer,
     /// The peer's address has too many handshakes, or its identity has too many connections.
     TooManyConnections,
     /// The connection failed for another reason, such as an I/O error.
-    Broken,
+    OtherFailure,
 }
 
 impl ConnectionFailureReason {
@@ -48,16 +48,16 @@ impl ConnectionFailureReason {
         Self::NotTls,
         Self::NoCertificate,
         Self::UnknownAuthority,
-        Self::Expired,
-        Self::NotYetValid,
+        Self::ExpiredCertificate,
+        Self::NotYetValidCertificate,
         Self::NoIdentity,
         Self::OtherFleet,
         Self::WrongRole,
         Self::WrongName,
-        Self::Revoked,
+        Self::RevokedCertificate,
         Self::RejectedByPeer,
         Self::TooManyConnections,
-        Self::Broken,
+        Self::OtherFailure,
     ];
 
     /// Returns the value of the metric label `reason` for this failure.
@@ -67,16 +67,16 @@ impl ConnectionFailureReason {
             Self::NotTls => "not_tls",
             Self::NoCertificate => "no_certificate",
             Self::UnknownAuthority => "unknown_authority",
-            Self::Expired => "expired",
-            Self::NotYetValid => "not_yet_valid",
+            Self::ExpiredCertificate => "expired",
+            Self::NotYetValidCertificate => "not_yet_valid",
             Self::NoIdentity => "no_identity",
             Self::OtherFleet => "other_fleet",
             Self::WrongRole => "wrong_role",
             Self::WrongName => "wrong_name",
-            Self::Revoked => "revoked",
+            Self::RevokedCertificate => "revoked",
             Self::RejectedByPeer => "rejected_by_peer",
             Self::TooManyConnections => "too_many",
-            Self::Broken => "broken",
+            Self::OtherFailure => "broken",
         }
     }
 }
@@ -111,7 +111,7 @@ impl RejectedIdentityError {
             Self::OtherFleet { .. } => ConnectionFailureReason::OtherFleet,
             Self::WrongRole { .. } => ConnectionFailureReason::WrongRole,
             Self::WrongHost { .. } => ConnectionFailureReason::WrongName,
-            Self::Revoked(_) => ConnectionFailureReason::Revoked,
+            Self::Revoked(_) => ConnectionFailureReason::RevokedCertificate,
         }
     }
 }
@@ -136,7 +136,7 @@ impl PeerConnectionFailure {
     pub fn from_io_error(error: &std::io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(error) => Self::from_tls(error),
-            None => Self { reason: ConnectionFailureReason::Broken, failure_description: error.to_string() },
+            None => Self { reason: ConnectionFailureReason::OtherFailure, failure_description: error.to_string() },
         }
     }
 
@@ -145,15 +145,18 @@ impl PeerConnectionFailure {
         let (reason, failure_description) = match error {
             Error::InvalidCertificate(Wrong::Other(other)) => match other.0.downcast_ref::<RejectedIdentityError>() {
                 Some(accept_error) => (accept_error.failure_reason(), accept_error.to_string()),
-                None => (ConnectionFailureReason::Broken, error.to_string()),
+                None => (ConnectionFailureReason::OtherFailure, error.to_string()),
             },
             Error::InvalidCertificate(Wrong::ExpiredContext { time, not_after }) => (
-                ConnectionFailureReason::Expired,
-                format!("its certificate has expired: {}", describe_clocks("until", *not_after, *time)),
+                ConnectionFailureReason::ExpiredCertificate,
+                format!("its certificate has expired: {}", describe_validity_and_clock("until", *not_after, *time)),
             ),
             Error::InvalidCertificate(Wrong::NotValidYetContext { time, not_before }) => (
-                ConnectionFailureReason::NotYetValid,
-                format!("its certificate is not valid yet: {}", describe_clocks("from", *not_before, *time)),
+                ConnectionFailureReason::NotYetValidCertificate,
+                format!(
+                    "its certificate is not valid yet: {}",
+                    describe_validity_and_clock("from", *not_before, *time)
+                ),
             ),
             Error::InvalidCertificate(Wrong::UnknownIssuer | Wrong::BadSignature) => (
                 ConnectionFailureReason::UnknownAuthority,
@@ -176,13 +179,13 @@ impl PeerConnectionFailure {
             Error::InvalidMessage(_) | Error::PeerIncompatible(_) | Error::InappropriateMessage { .. } => {
                 (ConnectionFailureReason::NotTls, format!("the peer does not speak TLS 1.3 ({error})"))
             }
-            _ => (ConnectionFailureReason::Broken, error.to_string()),
+            _ => (ConnectionFailureReason::OtherFailure, error.to_string()),
         };
         Self { reason, failure_description }
     }
 }
 
-fn describe_clocks(before_or_after: &str, validity_bound: UnixTime, now: UnixTime) -> String {
+fn describe_validity_and_clock(before_or_after: &str, validity_bound: UnixTime, now: UnixTime) -> String {
     let format_date =
         |time: UnixTime| humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
     format!(
@@ -231,7 +234,7 @@ impl ConnectionFailureCounters {
         let mut counters = self.lock_counters();
         let counter = counters.entry(failure.reason).or_default();
         counter.failure_count += 1;
-        if counter.last_log_time.is_some_and(|log_time| log_time.elapsed() < LOG_INTERVAL) {
+        if counter.last_log_time.is_some_and(|log_time| log_time.elapsed() < CONNECTION_FAILURE_LOG_INTERVAL) {
             counter.suppressed_log_count += 1;
             return;
         }

@@ -61,7 +61,7 @@ mod tests {
 
     use super::*;
 
-    const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
+    const FILE_CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 
     #[tokio::test]
     async fn file_change_is_reported_until_modification_times_are_recorded() {
@@ -70,7 +70,7 @@ mod tests {
         let watcher = FileWatcher::from_paths([&path]);
         assert!(!watcher.has_changes(), "nothing has changed");
         std::fs::write(&path, "").unwrap();
-        timeout(CHANGE_TIMEOUT, watcher.wait_for_change()).await.expect("the file is new");
+        timeout(FILE_CHANGE_TIMEOUT, watcher.wait_for_change()).await.expect("the file is new");
         assert!(watcher.has_changes(), "it was not taken");
         watcher.record_modification_times();
         assert!(!watcher.has_changes(), "it is taken");

@@ -11,7 +11,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_perc
 const URI_ESCAPED_CHARACTERS: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 /// URI scheme of the owner's identity in a certificate.
 pub const IDENTITY_URI_SCHEME: &str = "coreward://";
-const MAX_NAME_BYTES: usize = 64;
+const MAX_IDENTITY_NAME_BYTES: usize = 64;
 
 /// Role of a certificate's owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -80,9 +80,9 @@ impl FromStr for IdentityName {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let is_printable = text.chars().all(|c| !c.is_whitespace() && !c.is_control());
-        match (1..=MAX_NAME_BYTES).contains(&text.len()) && is_printable {
+        match (1..=MAX_IDENTITY_NAME_BYTES).contains(&text.len()) && is_printable {
             true => Ok(Self(text.to_owned())),
-            false => Err(format!("name {text:?}: expected 1 to {MAX_NAME_BYTES} bytes without blanks")),
+            false => Err(format!("name {text:?}: expected 1 to {MAX_IDENTITY_NAME_BYTES} bytes without blanks")),
         }
     }
 }

@@ -33,7 +33,7 @@ impl PlainOrTlsStream {
 }
 
 /// Replaces the message of a TLS alert error by a description for the operator.
-fn with_alert_text(error: io::Error) -> io::Error {
+fn describe_tls_alert_error(error: io::Error) -> io::Error {
     match error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) {
         true => io::Error::new(error.kind(), PeerConnectionFailure::from_io_error(&error)),
         false => error,
@@ -58,14 +58,14 @@ macro_rules! forward {
 impl AsyncRead for PlainOrTlsStream {
     fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let outcome = ready!(forward!(self, io => io.poll_read(context, buffer)));
-        Poll::Ready(outcome.map_err(with_alert_text))
+        Poll::Ready(outcome.map_err(describe_tls_alert_error))
     }
 }
 
 impl AsyncWrite for PlainOrTlsStream {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let outcome = ready!(forward!(self, io => io.poll_write(context, bytes)));
-        Poll::Ready(outcome.map_err(with_alert_text))
+        Poll::Ready(outcome.map_err(describe_tls_alert_error))
     }
 
     fn poll_write_vectored(
@@ -74,7 +74,7 @@ impl AsyncWrite for PlainOrTlsStream {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let outcome = ready!(forward!(self, io => io.poll_write_vectored(context, bytes)));
-        Poll::Ready(outcome.map_err(with_alert_text))
+        Poll::Ready(outcome.map_err(describe_tls_alert_error))
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -85,10 +85,10 @@ impl AsyncWrite for PlainOrTlsStream {
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, io => io.poll_flush(context)).map_err(with_alert_text)
+        forward!(self, io => io.poll_flush(context)).map_err(describe_tls_alert_error)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, io => io.poll_shutdown(context)).map_err(with_alert_text)
+        forward!(self, io => io.poll_shutdown(context)).map_err(describe_tls_alert_error)
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Each daemon has a certificate that the fleet's authority signed and that contains its [`identity`]. Both sides of a
 //! connection verify the peer's certificate ([`verify`]). Further permissions depend on the [`ConnectionCaller`].
-//! Certificate files are read again when they change ([`ReloadableCredentials`]). A connection is closed when the
+//! Certificate files are read again when they change ([`ReloadableTlsCredentials`]). A connection is closed when the
 //! peer's certificate expires or is revoked.
 //!
 //! * [`acceptor`], [`connect`]: the accepting and the connecting side
@@ -29,9 +29,9 @@ pub mod verify;
 
 pub use acceptor::{AcceptedConnection, AcceptorLimits, ConnectionAcceptor};
 pub use caller::ConnectionCaller;
-pub use credentials::{CredentialError, CredentialFiles, read_certificates};
+pub use credentials::{CredentialError, TlsCredentialFiles, read_certificates};
 pub use disk::write_secret;
 pub use file_watcher::FileWatcher;
 pub use identity::{FleetIdentity, FleetRole, IdentityName};
-pub use tls::ReloadableCredentials;
+pub use tls::ReloadableTlsCredentials;
 pub use verify::ClientCertificatePolicy;

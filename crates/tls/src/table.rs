@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{FromToml, Spanned, TomlReader, config_struct, parse_text, serde_json};
+use coreward_config::{FromToml, Spanned, TomlReader, config_struct, parse_toml_string, serde_json};
 use serde_json::{Value, json};
 
 use crate::certificate::CertificateFingerprint;
-use crate::credentials::{CredentialFiles, Credentials};
-use crate::tls::ReloadableCredentials;
+use crate::credentials::{Credentials, TlsCredentialFiles};
+use crate::tls::ReloadableTlsCredentials;
 
 config_struct! {
     /// Own certificate and trusted authorities. Without this table connections are neither encrypted nor authenticated.
@@ -24,7 +24,7 @@ config_struct! {
 }
 
 /// Reads `[tls]` and checks that its files are usable, even if other keys of the configuration are wrong.
-impl FromToml for CredentialFiles {
+impl FromToml for TlsCredentialFiles {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         let TlsConfigTable { ca, certificate, key } = TlsConfigTable::read(value, reader)?;
         let files = Self {
@@ -40,7 +40,7 @@ impl FromToml for CredentialFiles {
                 "key" => key.span(),
                 _ => certificate.span(),
             };
-            reader.report_within(span, problem);
+            reader.report_mistake_within_value(span, problem);
         }
         is_usable.then_some(files)
     }
@@ -56,14 +56,14 @@ impl FromToml for CredentialFiles {
 
 /// Loads the credentials of the table `[tls]`, or returns `None` if the table is absent. Fails if a file is unusable.
 pub fn load_tls_credentials(
-    files: Option<&CredentialFiles>,
-) -> anyhow::Result<Option<std::sync::Arc<ReloadableCredentials>>> {
-    Ok(files.cloned().map(ReloadableCredentials::load_from_files).transpose()?)
+    files: Option<&TlsCredentialFiles>,
+) -> anyhow::Result<Option<std::sync::Arc<ReloadableTlsCredentials>>> {
+    Ok(files.cloned().map(ReloadableTlsCredentials::load_from_files).transpose()?)
 }
 
 impl FromToml for CertificateFingerprint {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, str::parse)
+        parse_toml_string(value, reader, str::parse)
     }
 
     fn describe_valid_values() -> String {

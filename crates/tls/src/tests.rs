@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::StreamExt as _;
 
 use crate::acceptor::AcceptedConnection;
-use crate::authority::{CertificateAuthority, CertificateValidity, DAY, RolloverStep};
+use crate::authority::{AuthorityRolloverStep, CertificateAuthority, CertificateValidity, DAY};
 use crate::certificate::{CertificateFingerprint, unix_now};
 use crate::connect::GrpcConnector;
 use crate::disk::interruption;
@@ -21,8 +21,8 @@ use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 use crate::io::PlainOrTlsStream;
 use crate::verify::RevocationList;
 use crate::{
-    AcceptorLimits, ClientCertificatePolicy, ConnectionAcceptor, ConnectionCaller, CredentialFiles,
-    ReloadableCredentials, read_certificates,
+    AcceptorLimits, ClientCertificatePolicy, ConnectionAcceptor, ConnectionCaller, ReloadableTlsCredentials,
+    TlsCredentialFiles, read_certificates,
 };
 
 const TLS_TEST_TIMEOUT: Duration = Duration::from_secs(30);
@@ -47,7 +47,12 @@ impl TestFleet {
         self.directory.path().join(name)
     }
 
-    fn issue_certificate_bundle(&self, role: FleetRole, name: &str, validity: CertificateValidity) -> CredentialFiles {
+    fn issue_certificate_bundle(
+        &self,
+        role: FleetRole,
+        name: &str,
+        validity: CertificateValidity,
+    ) -> TlsCredentialFiles {
         self.try_issue_certificate_bundle(role, name, validity).unwrap()
     }
 
@@ -56,19 +61,19 @@ impl TestFleet {
         role: FleetRole,
         name: &str,
         validity: CertificateValidity,
-    ) -> anyhow::Result<CredentialFiles> {
+    ) -> anyhow::Result<TlsCredentialFiles> {
         let identity = FleetIdentity { fleet: self.name.clone(), role, name: name.parse().unwrap() };
         let bundle_path = self.certificate_bundle_path(name);
         self.authority.issue_certificate(&identity, &[], validity)?.write_files(&bundle_path, &self.authority)?;
-        Ok(CredentialFiles {
+        Ok(TlsCredentialFiles {
             ca_path: bundle_path.join("ca.crt"),
             certificate_path: bundle_path.join("own.crt"),
             key_path: bundle_path.join("own.key"),
         })
     }
 
-    fn issue_and_load_tls(&self, role: FleetRole, name: &str) -> Arc<ReloadableCredentials> {
-        ReloadableCredentials::load_from_files(self.issue_certificate_bundle(
+    fn issue_and_load_credentials(&self, role: FleetRole, name: &str) -> Arc<ReloadableTlsCredentials> {
+        ReloadableTlsCredentials::load_from_files(self.issue_certificate_bundle(
             role,
             name,
             CertificateValidity::from_now(DAY),
@@ -86,7 +91,7 @@ struct TestListener {
 }
 
 impl TestListener {
-    async fn start(tls: Option<Arc<ReloadableCredentials>>, limits: AcceptorLimits) -> Self {
+    async fn start(tls: Option<Arc<ReloadableTlsCredentials>>, limits: AcceptorLimits) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (failures, revoked) = (Arc::new(ConnectionFailureCounters::default()), RevocationList::default());
@@ -108,14 +113,14 @@ impl TestListener {
         let mut connections = Box::pin(acceptor.clone().accepted_connections(listener));
         tokio::spawn(async move {
             while let Some(Ok(connection)) = connections.next().await {
-                tokio::spawn(answer_with_identity(connection));
+                tokio::spawn(answer_with_peer_identity(connection));
             }
         });
         Self { address, acceptor, failure_counters: failures, revocation_list: revoked }
     }
 
     /// Connects with the credentials in `tls`. Returns the listener's answer, or the error as text.
-    async fn connect_and_read_answer(&self, tls: &Arc<ReloadableCredentials>) -> Result<String, String> {
+    async fn connect_and_read_answer(&self, tls: &Arc<ReloadableTlsCredentials>) -> Result<String, String> {
         let connector = GrpcConnector::new(self.address, Some((tls.clone(), &[FleetRole::Controller])));
         let mut stream = connector.connect().await.map_err(|error| error.to_string())?;
         request_identity(&mut stream).await
@@ -143,7 +148,7 @@ impl TestListener {
     }
 }
 
-async fn answer_with_identity(mut connection: AcceptedConnection) {
+async fn answer_with_peer_identity(mut connection: AcceptedConnection) {
     let caller: ConnectionCaller = connection.caller().clone();
     let caller_name = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
     while connection.read_u8().await.is_ok() {
@@ -173,8 +178,10 @@ fn moved_connection_survives_the_end_of_its_first_runtime() {
     let start_runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (accept_runtime, serve_runtime, client_runtime) = (start_runtime(), start_runtime(), start_runtime());
     let fleet = TestFleet::new("prod");
-    let (controller, balancer) =
-        (fleet.issue_and_load_tls(FleetRole::Controller, "c1"), fleet.issue_and_load_tls(FleetRole::Lb, "lb1"));
+    let (controller, balancer) = (
+        fleet.issue_and_load_credentials(FleetRole::Controller, "c1"),
+        fleet.issue_and_load_credentials(FleetRole::Lb, "lb1"),
+    );
     let (client_certificates, failures) = (ClientCertificatePolicy::Required, Arc::default());
     let acceptor = ConnectionAcceptor::with_tls(
         controller,
@@ -193,7 +200,7 @@ fn moved_connection_survives_the_end_of_its_first_runtime() {
         (connection.move_to_runtime(serve_runtime.handle()).unwrap(), client)
     });
     drop(accept_runtime);
-    serve_runtime.spawn(answer_with_identity(connection));
+    serve_runtime.spawn(answer_with_peer_identity(connection));
     let answer_text = client_runtime.block_on(async { request_identity(&mut client.await.unwrap()).await });
     assert_eq!(answer_text.unwrap(), "lb lb1");
 }
@@ -201,15 +208,17 @@ fn moved_connection_survives_the_end_of_its_first_runtime() {
 #[tokio::test]
 async fn certificate_of_same_fleet_identifies_the_peer() {
     let fleet = TestFleet::new("prod");
-    let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
-            .await;
+    let listener = TestListener::start(
+        Some(fleet.issue_and_load_credentials(FleetRole::Controller, "c1")),
+        AcceptorLimits::default(),
+    )
+    .await;
     assert_eq!(
-        listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap(),
+        listener.connect_and_read_answer(&fleet.issue_and_load_credentials(FleetRole::Agent, "s1")).await.unwrap(),
         "agent s1"
     );
     assert_eq!(
-        listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Lb, "lb1")).await.unwrap(),
+        listener.connect_and_read_answer(&fleet.issue_and_load_credentials(FleetRole::Lb, "lb1")).await.unwrap(),
         "lb lb1"
     );
     assert!(
@@ -229,14 +238,16 @@ async fn invalid_certificates_are_rejected_with_reason() {
         name: "test".parse().unwrap(),
         authority: CertificateAuthority::open(&fleet.certificate_bundle_path("authority")).unwrap(),
     };
-    let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
-            .await;
+    let listener = TestListener::start(
+        Some(fleet.issue_and_load_credentials(FleetRole::Controller, "c1")),
+        AcceptorLimits::default(),
+    )
+    .await;
     let now = unix_now();
     let expired_validity = CertificateValidity { not_before: now - 2 * DAY, not_after: now - DAY };
     let future_validity = CertificateValidity { not_before: now + DAY, not_after: now + 2 * DAY };
     let issue_with_validity = |role, name, validity| {
-        ReloadableCredentials::load_from_files(fleet.issue_certificate_bundle(role, name, validity)).unwrap()
+        ReloadableTlsCredentials::load_from_files(fleet.issue_certificate_bundle(role, name, validity)).unwrap()
     };
     let cases = [
         (
@@ -245,30 +256,30 @@ async fn invalid_certificates_are_rejected_with_reason() {
             "wrong fleet, role or name",
         ),
         (
-            foreign_fleet.issue_and_load_tls(FleetRole::Agent, "s1"),
+            foreign_fleet.issue_and_load_credentials(FleetRole::Agent, "s1"),
             ConnectionFailureReason::OtherFleet,
             "its certificate is for controller c1 of fleet prod",
         ),
         (
             issue_with_validity(FleetRole::Agent, "old", expired_validity),
-            ConnectionFailureReason::Expired,
+            ConnectionFailureReason::ExpiredCertificate,
             "by the peer's clock it has expired or is not valid yet",
         ),
         (
             issue_with_validity(FleetRole::Agent, "new", future_validity),
-            ConnectionFailureReason::NotYetValid,
+            ConnectionFailureReason::NotYetValidCertificate,
             "by the peer's clock it has expired or is not valid yet",
         ),
     ];
     for (tls, reason, expected_text) in cases {
-        assert_rejected(&listener, &tls, reason, expected_text).await;
+        assert_connection_rejected(&listener, &tls, reason, expected_text).await;
     }
 }
 
 /// Asserts that a connection with `tls` is rejected. If the fleets differ, the client detects this before the listener.
-async fn assert_rejected(
+async fn assert_connection_rejected(
     listener: &TestListener,
-    tls: &Arc<ReloadableCredentials>,
+    tls: &Arc<ReloadableTlsCredentials>,
     reason: ConnectionFailureReason,
     expected_text: &str,
 ) {
@@ -286,20 +297,24 @@ async fn assert_rejected(
 #[tokio::test]
 async fn certificates_of_foreign_authorities_are_rejected() {
     let (fleet, other_fleet) = (TestFleet::new("prod"), TestFleet::new("test"));
-    let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
-            .await;
+    let listener = TestListener::start(
+        Some(fleet.issue_and_load_credentials(FleetRole::Controller, "c1")),
+        AcceptorLimits::default(),
+    )
+    .await;
     // The authorities differ, so each side would reject the other. The client is the first to reject.
-    let error =
-        listener.connect_and_read_answer(&other_fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap_err();
+    let error = listener
+        .connect_and_read_answer(&other_fleet.issue_and_load_credentials(FleetRole::Agent, "s1"))
+        .await
+        .unwrap_err();
     assert_eq!(error, "its certificate is signed by no authority in `ca`");
     // The client's authority has the same name as the fleet's, and the client trusts the controller.
     let impostor_fleet = TestFleet::new("prod");
     let impostor_files =
         impostor_fleet.issue_certificate_bundle(FleetRole::Agent, "s1", CertificateValidity::from_now(DAY));
-    let impostor_files = CredentialFiles { ca_path: fleet.authority.ca_path(), ..impostor_files };
+    let impostor_files = TlsCredentialFiles { ca_path: fleet.authority.ca_path(), ..impostor_files };
     let error = listener
-        .connect_and_read_answer(&ReloadableCredentials::load_from_files(impostor_files).unwrap())
+        .connect_and_read_answer(&ReloadableTlsCredentials::load_from_files(impostor_files).unwrap())
         .await
         .unwrap_err();
     assert!(error.contains("its signer is not in the peer's `ca`"), "{error}");
@@ -311,29 +326,37 @@ async fn server_certificate_must_have_the_controller_role() {
     let fleet = TestFleet::new("prod");
     // An agent's certificate does not permit it to act as a server.
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Agent, "s9")), AcceptorLimits::default()).await;
-    let error = listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap_err();
+        TestListener::start(Some(fleet.issue_and_load_credentials(FleetRole::Agent, "s9")), AcceptorLimits::default())
+            .await;
+    let error =
+        listener.connect_and_read_answer(&fleet.issue_and_load_credentials(FleetRole::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
     // A rack controller's certificate permits it to act as a server, but not as a controller.
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Rack, "r1")), AcceptorLimits::default()).await;
-    let error = listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap_err();
+        TestListener::start(Some(fleet.issue_and_load_credentials(FleetRole::Rack, "r1")), AcceptorLimits::default())
+            .await;
+    let error =
+        listener.connect_and_read_answer(&fleet.issue_and_load_credentials(FleetRole::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is for rack r1: expected controller");
 }
 
 #[tokio::test]
 async fn plain_and_tls_endpoints_reject_each_other() {
     let fleet = TestFleet::new("prod");
-    let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
-            .await;
+    let listener = TestListener::start(
+        Some(fleet.issue_and_load_credentials(FleetRole::Controller, "c1")),
+        AcceptorLimits::default(),
+    )
+    .await;
     let mut plain_stream = TcpStream::connect(listener.address).await.unwrap();
     plain_stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
     listener.wait_for_failure(ConnectionFailureReason::NotTls).await;
     // The client uses TLS, and the listener does not.
     let plain_listener = TestListener::start(None, AcceptorLimits::default()).await;
-    let error =
-        plain_listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap_err();
+    let error = plain_listener
+        .connect_and_read_answer(&fleet.issue_and_load_credentials(FleetRole::Agent, "s1"))
+        .await
+        .unwrap_err();
     assert!(error.contains("does not speak TLS 1.3"), "{error}");
 }
 
@@ -345,8 +368,9 @@ async fn silent_connections_occupy_limited_slots_until_timeout() {
         max_handshakes_per_address: 3,
         ..AcceptorLimits::default()
     };
-    let listener = TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), limits).await;
-    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_credentials(FleetRole::Controller, "c1")), limits).await;
+    let agent = fleet.issue_and_load_credentials(FleetRole::Agent, "s1");
     let mut silent_streams = Vec::new();
     let wait_for_rejection = async {
         while !listener.has_counted_failure(ConnectionFailureReason::TooManyConnections) {
@@ -367,8 +391,9 @@ async fn silent_connections_occupy_limited_slots_until_timeout() {
 async fn number_of_connections_per_identity_is_limited() {
     let fleet = TestFleet::new("prod");
     let limits = AcceptorLimits { max_connections_per_identity: 2, ..AcceptorLimits::default() };
-    let listener = TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), limits).await;
-    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
+    let listener =
+        TestListener::start(Some(fleet.issue_and_load_credentials(FleetRole::Controller, "c1")), limits).await;
+    let agent = fleet.issue_and_load_credentials(FleetRole::Agent, "s1");
     let connector = GrpcConnector::new(listener.address, Some((agent.clone(), &[FleetRole::Controller])));
     let mut open_streams = Vec::new();
     for _ in 0..2 {
@@ -379,7 +404,7 @@ async fn number_of_connections_per_identity_is_limited() {
     assert!(listener.connect_and_read_answer(&agent).await.is_err());
     listener.wait_for_failure(ConnectionFailureReason::TooManyConnections).await;
     assert!(
-        listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s2")).await.is_ok(),
+        listener.connect_and_read_answer(&fleet.issue_and_load_credentials(FleetRole::Agent, "s2")).await.is_ok(),
         "others are not concerned"
     );
     drop(open_streams);
@@ -395,10 +420,12 @@ async fn number_of_connections_per_identity_is_limited() {
 #[tokio::test]
 async fn revocation_closes_open_connections() {
     let fleet = TestFleet::new("prod");
-    let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
-            .await;
-    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
+    let listener = TestListener::start(
+        Some(fleet.issue_and_load_credentials(FleetRole::Controller, "c1")),
+        AcceptorLimits::default(),
+    )
+    .await;
+    let agent = fleet.issue_and_load_credentials(FleetRole::Agent, "s1");
     let connector = GrpcConnector::new(listener.address, Some((agent.clone(), &[FleetRole::Controller])));
     let mut stream = connector.connect().await.unwrap();
     request_identity(&mut stream).await.unwrap();
@@ -409,16 +436,18 @@ async fn revocation_closes_open_connections() {
     assert!(result.is_err());
     let error = listener.connect_and_read_answer(&agent).await.unwrap_err();
     assert!(error.contains("or revoked"), "{error}");
-    listener.wait_for_failure(ConnectionFailureReason::Revoked).await;
+    listener.wait_for_failure(ConnectionFailureReason::RevokedCertificate).await;
 }
 
 #[tokio::test]
 async fn connection_is_closed_when_certificate_expires() {
     let fleet = TestFleet::new("prod");
-    let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
-            .await;
-    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
+    let listener = TestListener::start(
+        Some(fleet.issue_and_load_credentials(FleetRole::Controller, "c1")),
+        AcceptorLimits::default(),
+    )
+    .await;
+    let agent = fleet.issue_and_load_credentials(FleetRole::Agent, "s1");
     let connector = GrpcConnector::new(listener.address, Some((agent, &[FleetRole::Controller])));
     let mut stream = connector.connect().await.unwrap();
     listener.acceptor.close_invalid_connections_at(unix_now() + DAY / 2);
@@ -433,31 +462,31 @@ async fn connection_is_closed_when_certificate_expires() {
 #[tokio::test]
 async fn authority_replacement_causes_no_rejections() {
     let fleet = TestFleet::new("prod");
-    let controller = fleet.issue_and_load_tls(FleetRole::Controller, "c1");
-    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
+    let controller = fleet.issue_and_load_credentials(FleetRole::Controller, "c1");
+    let agent = fleet.issue_and_load_credentials(FleetRole::Agent, "s1");
     let listener = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
     let connector = GrpcConnector::new(listener.address, Some((agent.clone(), &[FleetRole::Controller])));
     let mut open_stream = connector.connect().await.unwrap();
-    let renew_certificate = |role, name, tls: &Arc<ReloadableCredentials>| {
+    let renew_certificate = |role, name, tls: &Arc<ReloadableTlsCredentials>| {
         fleet.issue_certificate_bundle(role, name, CertificateValidity::from_now(DAY));
         tls.reload_credentials().unwrap();
     };
     let old_certificates = controller.labelled_certificates();
-    for step in [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish] {
+    for step in [AuthorityRolloverStep::Begin, AuthorityRolloverStep::Switch, AuthorityRolloverStep::Finish] {
         fleet.authority.perform_rollover_step(step, 30 * DAY).unwrap();
         // First only the agent completes the step, and then the controller does, too.
         renew_certificate(FleetRole::Agent, "s1", &agent);
         assert_eq!(listener.connect_and_read_answer(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
         renew_certificate(FleetRole::Controller, "c1", &controller);
         assert_eq!(listener.connect_and_read_answer(&agent).await.unwrap(), "agent s1", "{step:?}: both");
-        if step != RolloverStep::Finish {
+        if step != AuthorityRolloverStep::Finish {
             assert_eq!(request_identity(&mut open_stream).await.unwrap(), "agent s1");
         }
     }
     // The old authority is no longer trusted, so only a client with a new certificate can reconnect.
     let result = tokio::time::timeout(TLS_TEST_TIMEOUT, open_stream.read_u8()).await.expect("an end in time");
     assert!(result.is_err());
-    assert!(fleet.authority.perform_rollover_step(RolloverStep::Finish, DAY).is_err(), "it is over");
+    assert!(fleet.authority.perform_rollover_step(AuthorityRolloverStep::Finish, DAY).is_err(), "it is over");
     let new_certificates = controller.labelled_certificates();
     assert_eq!((old_certificates.len(), new_certificates.len()), (2, 2));
     assert_ne!(old_certificates[1].1.fingerprint, new_certificates[1].1.fingerprint, "another authority");
@@ -467,9 +496,9 @@ async fn authority_replacement_causes_no_rejections() {
 async fn failed_reload_keeps_the_old_credentials() {
     let fleet = TestFleet::new("prod");
     let files = fleet.issue_certificate_bundle(FleetRole::Agent, "s1", CertificateValidity::from_now(DAY));
-    let agent = ReloadableCredentials::load_from_files(files.clone()).unwrap();
+    let agent = ReloadableTlsCredentials::load_from_files(files.clone()).unwrap();
     let other_files = fleet.issue_certificate_bundle(FleetRole::Agent, "s2", CertificateValidity::from_now(DAY));
-    let reload_error_text = |tls: &ReloadableCredentials| tls.reload_credentials().unwrap_err().to_string();
+    let reload_error_text = |tls: &ReloadableTlsCredentials| tls.reload_credentials().unwrap_err().to_string();
 
     std::fs::copy(&other_files.key_path, &files.key_path).unwrap();
     assert!(reload_error_text(&agent).contains("expected the key of"), "{}", reload_error_text(&agent));
@@ -496,12 +525,15 @@ fn key_files_are_private_and_expiry_causes_warning() {
     assert_eq!((file_permission_bits(&files.key_path), file_permission_bits(&files.certificate_path)), (0o600, 0o644));
     assert_eq!(file_permission_bits(&fleet.certificate_bundle_path("authority").join("authority.key")), 0o600);
     assert_eq!(
-        ReloadableCredentials::load_from_files(files.clone()).unwrap().warnings(),
+        ReloadableTlsCredentials::load_from_files(files.clone()).unwrap().expiry_warnings(),
         ["our certificate ends in 1day: `coreward certs renew`"]
     );
     std::fs::set_permissions(&files.key_path, std::fs::Permissions::from_mode(0o640)).unwrap();
     assert!(
-        ReloadableCredentials::load_from_files(files.clone()).unwrap_err().to_string().contains("expected `chmod 600")
+        ReloadableTlsCredentials::load_from_files(files.clone())
+            .unwrap_err()
+            .to_string()
+            .contains("expected `chmod 600")
     );
     assert_eq!(
         read_certificates(&files.certificate_path).unwrap()[0].identity.as_ref().unwrap().identity_uri(),

@@ -7,22 +7,22 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::certificate::{Certificate, unix_now};
-use crate::credentials::{CredentialError, CredentialFiles, Credentials};
+use crate::credentials::{CredentialError, Credentials, TlsCredentialFiles};
 use crate::file_watcher::FileWatcher;
 use crate::identity::FleetIdentity;
 
 /// Interval between repeated log lines about a certificate that expires soon.
-const EXPIRY_REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
+const CERTIFICATE_EXPIRY_REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
 #[derive(Debug)]
-pub struct ReloadableCredentials {
-    credential_files: CredentialFiles,
+pub struct ReloadableTlsCredentials {
+    credential_files: TlsCredentialFiles,
     credentials_sender: watch::Sender<Arc<Credentials>>,
     file_watcher: FileWatcher,
 }
 
-impl ReloadableCredentials {
-    pub fn load_from_files(files: CredentialFiles) -> Result<Arc<Self>, CredentialError> {
+impl ReloadableTlsCredentials {
+    pub fn load_from_files(files: TlsCredentialFiles) -> Result<Arc<Self>, CredentialError> {
         let file_watcher = FileWatcher::from_paths([&files.ca_path, &files.certificate_path, &files.key_path]);
         let credentials = Arc::new(Credentials::load(&files)?);
         tracing::info!(
@@ -56,7 +56,7 @@ impl ReloadableCredentials {
     }
 
     /// Returns a warning for the operator about each certificate that expires soon.
-    pub fn warnings(&self) -> Vec<String> {
+    pub fn expiry_warnings(&self) -> Vec<String> {
         let now = unix_now();
         let expiring_certificates =
             self.labelled_certificates().into_iter().filter(|(_, certificate)| certificate.is_renewal_due(now));
@@ -104,9 +104,9 @@ impl ReloadableCredentials {
     }
 
     /// Reloads the credentials when their files change and on SIGHUP, and logs certificates that expire soon.
-    pub async fn reload_changed_certificates(self: Arc<Self>) -> std::convert::Infallible {
+    pub async fn reload_credentials_on_change(self: Arc<Self>) -> std::convert::Infallible {
         let mut sighup_stream = signal(SignalKind::hangup()).ok();
-        let mut reminder_timer = tokio::time::interval(EXPIRY_REMINDER_INTERVAL);
+        let mut reminder_timer = tokio::time::interval(CERTIFICATE_EXPIRY_REMINDER_INTERVAL);
         loop {
             let wait_for_sighup = async {
                 match &mut sighup_stream {
@@ -118,7 +118,7 @@ impl ReloadableCredentials {
                 _ = wait_for_sighup => true,
                 () = self.file_watcher.wait_for_change() => true,
                 _ = reminder_timer.tick() => {
-                    for problem in self.warnings() {
+                    for problem in self.expiry_warnings() {
                         tracing::warn!(
                             event = "certificate-ends",
                             identity = %self.identity(),

@@ -111,7 +111,7 @@ fn to_tls_error(accept_error: RejectedIdentityError) -> Error {
 
 #[derive(Debug)]
 pub struct ServerCertificateVerifier {
-    roots: Arc<RootCertStore>,
+    root_certificates: Arc<RootCertStore>,
     signature_algorithms: WebPkiSupportedAlgorithms,
     accepted_peers: AcceptedPeers,
     expected_host: ExpectedControllerHost,
@@ -120,7 +120,7 @@ pub struct ServerCertificateVerifier {
 impl ServerCertificateVerifier {
     /// Creates a verifier that accepts certificates with one of `roles` in `fleet`, or in any fleet with `None`.
     pub fn new(
-        roots: Arc<RootCertStore>,
+        root_certificates: Arc<RootCertStore>,
         provider: &CryptoProvider,
         fleet: Option<IdentityName>,
         roles: &[FleetRole],
@@ -128,7 +128,7 @@ impl ServerCertificateVerifier {
     ) -> Self {
         let signature_algorithms = provider.signature_verification_algorithms;
         Self {
-            roots,
+            root_certificates,
             signature_algorithms,
             accepted_peers: AcceptedPeers { fleet, accepted_roles: roles.to_vec() },
             expected_host,
@@ -175,7 +175,13 @@ impl ServerCertVerifier for ServerCertificateVerifier {
     ) -> Result<ServerCertVerified, Error> {
         let webpki_certificate = ParsedCertificate::try_from(certificate)?;
         let algorithms = self.signature_algorithms.all;
-        verify_server_cert_signed_by_trust_anchor(&webpki_certificate, &self.roots, intermediates, now, algorithms)?;
+        verify_server_cert_signed_by_trust_anchor(
+            &webpki_certificate,
+            &self.root_certificates,
+            intermediates,
+            now,
+            algorithms,
+        )?;
         let (identity, peer_certificate) = self.accepted_peers.check_certificate(certificate).map_err(to_tls_error)?;
         self.expected_host
             .check_host(requested_host, &webpki_certificate, &peer_certificate, &identity)

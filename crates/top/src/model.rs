@@ -6,7 +6,7 @@ use coreward_api::types::{Loads, ServerLoads, Status};
 
 /// Maximum number of load samples over which a rate is computed. They span several seconds, because load balancers
 /// report once per second.
-const RATE_LOAD_SAMPLE_COUNT: usize = 6;
+const MAX_SAMPLES_PER_RATE: usize = 6;
 
 /// Newest answers of the controller, whose contents the page shows.
 #[derive(Debug, Default)]
@@ -28,7 +28,7 @@ pub enum ControllerAnswer {
 }
 
 impl PageModel {
-    pub fn add_answer(&mut self, answer: ControllerAnswer) {
+    pub fn apply_controller_answer(&mut self, answer: ControllerAnswer) {
         match answer {
             ControllerAnswer::Problem(problem) => self.request_problem = Some(problem),
             ControllerAnswer::Status(status) => {
@@ -42,7 +42,7 @@ impl PageModel {
                     self.load_samples.clear();
                 }
                 self.load_samples.push_back(loads);
-                while self.load_samples.len() > RATE_LOAD_SAMPLE_COUNT {
+                while self.load_samples.len() > MAX_SAMPLES_PER_RATE {
                     self.load_samples.pop_front();
                 }
             }

@@ -39,11 +39,11 @@ pub fn draw_page(frame: &mut Frame<'_>, model: &PageModel, view: &mut ServerList
         Constraint::Length(1),
     ]);
     let [header_area, services_area, balancers_area, servers_area, warnings_area, footer_area] = layout.areas(area);
-    frame.render_widget(Paragraph::new(header_lines(model, status, view.order)), header_area);
+    frame.render_widget(Paragraph::new(header_lines(model, status, view.sort_order)), header_area);
     frame.render_widget(services_table(status, services_area), services_area);
     frame.render_widget(load_balancers_table(model, status, balancers_area), balancers_area);
-    view.page_size = usize::from(servers_area.height.saturating_sub(1));
-    view.first_visible_row = view.first_visible_row.min(status.servers.len().saturating_sub(view.page_size));
+    view.visible_row_count = usize::from(servers_area.height.saturating_sub(1));
+    view.first_visible_row = view.first_visible_row.min(status.servers.len().saturating_sub(view.visible_row_count));
     frame.render_widget(servers_table(model, status, *view, servers_area), servers_area);
     let warning_style = Style::new().fg(Color::Yellow);
     let warning_lines: Vec<Line<'_>> =
@@ -104,7 +104,7 @@ fn header_lines<'a>(model: &PageModel, status: &Status, sort_order: ServerSortOr
 
 fn footer_line<'a>(status: &Status, view: ServerListView) -> Line<'a> {
     let (server_count, first) = (status.servers.len(), view.first_visible_row);
-    let last_row = (first + view.page_size).min(server_count);
+    let last_row = (first + view.visible_row_count).min(server_count);
     let range_text = if server_count == 0 {
         String::new()
     } else {
@@ -196,7 +196,7 @@ fn servers_table<'a>(model: &PageModel, status: &'a Status, view: ServerListView
     let new_connection_rate = |server: &Server| rates.get(server.name.as_str()).copied();
     let mean_load_of = |server: &Server| loads.get(server.name.as_str()).and_then(|loads| mean(&loads.core_loads));
     let mut servers: Vec<&'a Server> = status.servers.iter().collect();
-    match view.order {
+    match view.sort_order {
         ServerSortOrder::Name => servers.sort_by(|a, b| a.name.cmp(&b.name)),
         ServerSortOrder::Load => {
             servers.sort_by(|a, b| mean_load_of(b).unwrap_or(-1.0).total_cmp(&mean_load_of(a).unwrap_or(-1.0)))
@@ -209,7 +209,7 @@ fn servers_table<'a>(model: &PageModel, status: &'a Status, view: ServerListView
         server_row(server, loads.get(server.name.as_str()).copied(), new_connection_rate(server), core_columns)
     };
     let rows: Vec<Row<'a>> =
-        servers.into_iter().skip(view.first_visible_row).take(view.page_size).map(build_server_row).collect();
+        servers.into_iter().skip(view.first_visible_row).take(view.visible_row_count).map(build_server_row).collect();
     let column_widths = [16, 10, 8, 8, 7, 5, 5].map(Constraint::Length).into_iter().chain([Constraint::Min(0)]);
     Table::new(rows, column_widths)
         .column_spacing(1)

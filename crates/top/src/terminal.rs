@@ -29,18 +29,18 @@ pub fn run_top(client: &ControllerClient, print_once: bool) -> anyhow::Result<Op
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut model = PageModel::default();
     runtime.block_on(async {
-        model.add_answer(ControllerAnswer::Status(Box::new(client.status(false).await?)));
-        model.add_answer(ControllerAnswer::Loads(client.loads().await?));
+        model.apply_controller_answer(ControllerAnswer::Status(Box::new(client.status(false).await?)));
+        model.apply_controller_answer(ControllerAnswer::Loads(client.loads().await?));
         anyhow::Ok(())
     })?;
     if print_once || !std::io::stdout().is_terminal() {
         // A rate can only be computed from two samples.
         runtime.block_on(async {
             tokio::time::sleep(CONTROLLER_POLL_INTERVAL).await;
-            model.add_answer(ControllerAnswer::Loads(client.loads().await?));
+            model.apply_controller_answer(ControllerAnswer::Loads(client.loads().await?));
             anyhow::Ok(())
         })?;
-        return Ok(Some(render_text(&model)?));
+        return Ok(Some(render_page_as_text(&model)?));
     }
     let (sender, answer_receiver) = mpsc::channel();
     let client = client.clone();
@@ -111,13 +111,13 @@ fn run_event_loop(
                 return Ok(());
             }
         }
-        answer_receiver.try_iter().for_each(|event| model.add_answer(event));
+        answer_receiver.try_iter().for_each(|event| model.apply_controller_answer(event));
     }
     Ok(())
 }
 
 /// Returns the page as text. Its height depends on its content.
-fn render_text(model: &PageModel) -> anyhow::Result<String> {
+fn render_page_as_text(model: &PageModel) -> anyhow::Result<String> {
     let height = model.status.as_ref().map_or(1, full_page_height).min(MAX_TEXT_PAGE_LINES);
     let mut terminal = Terminal::new(TestBackend::new(TEXT_PAGE_COLUMNS, height))?;
     terminal.draw(|frame| draw_page(frame, model, &mut ServerListView::default()))?;

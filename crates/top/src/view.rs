@@ -22,24 +22,24 @@ impl ServerSortOrder {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerListView {
-    pub order: ServerSortOrder,
+    pub sort_order: ServerSortOrder,
     /// Number of servers in the list above the first visible one.
     pub first_visible_row: usize,
     /// Number of servers that fit on the page.
-    pub page_size: usize,
+    pub visible_row_count: usize,
 }
 
 impl ServerListView {
     /// Handles a key press. `servers` is the number of listed servers. Returns false if the key ends the program (q,
     /// Esc or Ctrl-C).
     pub fn handle_key(&mut self, key: KeyEvent, servers: usize) -> bool {
-        let page_size = self.page_size.max(1);
+        let page_size = self.visible_row_count.max(1);
         match key.code {
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
             KeyCode::Char('q') | KeyCode::Esc => return false,
-            KeyCode::Char('l') => self.order = ServerSortOrder::Load,
-            KeyCode::Char('n') => self.order = ServerSortOrder::Name,
-            KeyCode::Char('c') => self.order = ServerSortOrder::NewConnections,
+            KeyCode::Char('l') => self.sort_order = ServerSortOrder::Load,
+            KeyCode::Char('n') => self.sort_order = ServerSortOrder::Name,
+            KeyCode::Char('c') => self.sort_order = ServerSortOrder::NewConnections,
             KeyCode::Up => self.first_visible_row = self.first_visible_row.saturating_sub(1),
             KeyCode::Down => self.first_visible_row += 1,
             KeyCode::PageUp => self.first_visible_row = self.first_visible_row.saturating_sub(page_size),
@@ -59,10 +59,10 @@ mod tests {
 
     #[test]
     fn keys_scroll_only_within_the_list_of_servers() {
-        let mut view = ServerListView { page_size: 10, ..ServerListView::default() };
+        let mut view = ServerListView { visible_row_count: 10, ..ServerListView::default() };
         let mut press_key = |code: KeyCode| {
             let is_still_running = view.handle_key(code.into(), 25);
-            (is_still_running, view.order, view.first_visible_row)
+            (is_still_running, view.sort_order, view.first_visible_row)
         };
         assert_eq!(press_key(KeyCode::Up), (true, ServerSortOrder::Name, 0));
         assert_eq!(press_key(KeyCode::Down).2, 1);

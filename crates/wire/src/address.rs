@@ -2,12 +2,12 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use coreward_model::tuple::{Protocol, ServiceAddress};
+use coreward_model::tuple::{ServiceAddress, TransportProtocol};
 
 use crate::{WireError, v1};
 
 /// Returns the address as bytes in network byte order.
-pub fn address_bytes(address: IpAddr) -> Vec<u8> {
+pub fn address_to_bytes(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(v4) => v4.octets().to_vec(),
         IpAddr::V6(v6) => v6.octets().to_vec(),
@@ -46,7 +46,7 @@ pub fn parse_server_id(field: &str, id: u32) -> Result<coreward_model::ServerId,
 impl From<ServiceAddress> for v1::ServiceAddress {
     fn from(address: ServiceAddress) -> Self {
         Self {
-            address: address_bytes(address.vip_and_port.ip()),
+            address: address_to_bytes(address.vip_and_port.ip()),
             port: address.vip_and_port.port().into(),
             protocol: address.protocol.name().to_owned(),
         }
@@ -59,7 +59,8 @@ impl TryFrom<&v1::ServiceAddress> for ServiceAddress {
     fn try_from(message: &v1::ServiceAddress) -> Result<Self, WireError> {
         let ip = parse_address("address", &message.address)?;
         let port = parse_port("port", message.port)?;
-        let protocol: Protocol = message.protocol.parse().map_err(|error| WireError::new("protocol", error))?;
+        let protocol: TransportProtocol =
+            message.protocol.parse().map_err(|error| WireError::new("protocol", error))?;
         Ok(Self { vip_and_port: SocketAddr::new(ip, port), protocol })
     }
 }
@@ -73,7 +74,7 @@ mod tests {
     proptest! {
         #[test]
         fn service_addresses_round_trip(ip: IpAddr, port in 1u16.., udp: bool) {
-            let protocol = if udp { Protocol::Udp } else { Protocol::Tcp };
+            let protocol = if udp { TransportProtocol::Udp } else { TransportProtocol::Tcp };
             let service_address = ServiceAddress { vip_and_port: SocketAddr::new(ip, port), protocol };
             prop_assert_eq!(ServiceAddress::try_from(&v1::ServiceAddress::from(service_address)), Ok(service_address));
         }

@@ -11,7 +11,7 @@ use crate::{UnusableService, WireError, WireErrorContext as _, v1};
 
 /// Difference between two successive fleet configurations in a stream.
 #[derive(Debug, Clone, PartialEq)]
-pub struct FleetChange {
+pub struct FleetConfigurationChange {
     /// Number that the configuration before the change has in the stream.
     pub base_configuration_number: u64,
     /// Number that the configuration after the change has in the stream.
@@ -22,7 +22,7 @@ pub struct FleetChange {
     pub removed_service_indexes: Vec<ServiceIndex>,
 }
 
-impl FleetChange {
+impl FleetConfigurationChange {
     /// Returns the change from `old_configuration` to `new_configuration`, each with its number in the stream.
     pub fn between_configurations(
         (base_configuration_number, old_configuration): (u64, &FleetConfiguration),
@@ -40,7 +40,7 @@ impl FleetChange {
         let configuration = FleetConfiguration {
             services,
             generation: new_configuration.generation,
-            keys: new_configuration.keys,
+            cookie_keys: new_configuration.cookie_keys,
             load_balancers: new_configuration.load_balancers.clone(),
             report_interval: new_configuration.report_interval,
             table_lifetime: new_configuration.table_lifetime,

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableOwnerNumber;
-use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{CookieStamper, ServiceSettings};
 use coreward_model::cookie::{CookieKey, FleetCookieKeys};
-use coreward_model::health::{HealthCheck, WhenAllDown};
-use coreward_model::placement::DEFAULT_TABLE_LIFETIME;
+use coreward_model::health::{AllServersDownTreatment, HealthCheck};
+use coreward_model::placement::DEFAULT_PLACEMENT_TABLE_LIFETIME;
 use coreward_model::policy::{ServerCapacity, ServerWeight, TelemetryLevel};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
@@ -18,7 +18,7 @@ use coreward_model::vlan::Vlan;
 use prost::Message as _;
 use prost::bytes::Bytes;
 
-use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
+use crate::address::{address_to_bytes, parse_address, parse_optional_address, parse_server_id};
 use crate::{WireError, WireErrorContext as _, v1};
 
 /// Index of a service in placement tables, from 0 to 1,023. The data plane's arrays may use another index for the same
@@ -57,7 +57,7 @@ pub struct FleetConfiguration {
     /// Generation of the configuration, which grows with every change except for [`PeerLoadBalancer::is_alive`].
     pub generation: u64,
     /// Cookie keys of the fleet.
-    pub keys: FleetCookieKeys,
+    pub cookie_keys: FleetCookieKeys,
     /// Services, each with a unique address and index.
     pub services: Vec<Service>,
     /// All load balancers of the fleet, each with a unique name and number.
@@ -77,16 +77,17 @@ pub struct PeerLoadBalancer {
     pub owner_number: Option<TableOwnerNumber>,
     /// Address of the load balancer in the servers' network, or `None` if it is unknown.
     pub address: Option<IpAddr>,
-    /// Whether the controller has received a message from the load balancer within the last [`LOAD_BALANCER_TIMEOUT`].
+    /// Whether the controller has received a message from the load balancer within the last
+    /// [`LOAD_BALANCER_LOSS_TIMEOUT`].
     pub is_alive: bool,
 }
 
 /// Time without a message after which a load balancer counts as lost. A daemon restarts in less time. TCP retransmits
 /// after 0.2, 0.6, 1.4 and 3.0 s, and the last of these packets should already take another path.
-pub const LOAD_BALANCER_TIMEOUT: Duration = Duration::from_secs(2);
+pub const LOAD_BALANCER_LOSS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Interval between a load balancer's state messages, which is a quarter of [`LOAD_BALANCER_TIMEOUT`].
-pub const STATE_MESSAGE_INTERVAL: Duration = Duration::from_millis(500);
+/// Interval between a load balancer's state messages, which is a quarter of [`LOAD_BALANCER_LOSS_TIMEOUT`].
+pub const LB_STATE_MESSAGE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Service and its servers.
 #[derive(Debug, Clone, PartialEq)]
@@ -98,7 +99,7 @@ pub struct Service {
     /// Index of the service in placement tables.
     pub index: ServiceIndex,
     /// Consistency mode of the service.
-    pub mode: ServiceSettings,
+    pub settings: ServiceSettings,
     /// Name of the service's placement policy.
     pub policy_name: String,
     /// Level of telemetry about each server that the placement policy needs.
@@ -108,7 +109,7 @@ pub struct Service {
     /// Health check of the servers, or `None` for no check.
     pub health_check: Option<Arc<HealthCheck>>,
     /// Treatment of the service's new connections when all its servers are down.
-    pub when_all_down: WhenAllDown,
+    pub when_all_down: AllServersDownTreatment,
     /// Servers of the service, with distinct ids.
     pub servers: Vec<Server>,
 }
@@ -178,14 +179,14 @@ pub struct AgentService {
     /// Id of this server in the service's cookies.
     pub server_id: ServerId,
     /// Consistency mode of the service.
-    pub mode: ServiceSettings,
+    pub settings: ServiceSettings,
 }
 
 impl From<&FleetConfiguration> for v1::FleetConfiguration {
     fn from(configuration: &FleetConfiguration) -> Self {
         Self {
             generation: configuration.generation,
-            keys: Some((&configuration.keys).into()),
+            keys: Some((&configuration.cookie_keys).into()),
             services: configuration.services.iter().map(v1::Service::from).collect(),
             load_balancers: configuration.load_balancers.iter().map(v1::LoadBalancer::from).collect(),
             report_interval_ms: configuration.report_interval.as_millis() as u32,
@@ -200,7 +201,7 @@ impl From<&PeerLoadBalancer> for v1::LoadBalancer {
         Self {
             name: peer.name.clone(),
             owner: peer.owner_number.map(|owner| owner.get().into()),
-            address: peer.address.map(address_bytes).unwrap_or_default(),
+            address: peer.address.map(address_to_bytes).unwrap_or_default(),
             alive: peer.is_alive,
         }
     }
@@ -212,7 +213,7 @@ impl From<&Service> for v1::Service {
             name: service.name.clone(),
             address: Some(service.address.into()),
             index: service.index.get().into(),
-            mode: Some(service.mode.into()),
+            mode: Some(service.settings.into()),
             policy: service.policy_name.clone(),
             traffic: service.telemetry_level.name().to_owned(),
             time_key: service.time_key.map(Into::into),
@@ -228,7 +229,7 @@ impl From<&Server> for v1::Server {
         Self {
             name: server.name.clone(),
             id: server.id.get().into(),
-            address: address_bytes(server.address),
+            address: address_to_bytes(server.address),
             eligible: server.is_eligible,
             has_left: server.has_left,
             weight: server.weight.get(),
@@ -244,11 +245,11 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             name: service.name.clone(),
             address: Some(service.address.into()),
             server_id: service.server_id.get().into(),
-            mode: Some(service.mode.into()),
+            mode: Some(service.settings.into()),
         };
         let to_previous_server = |server: &PreviousServer| v1::PreviousServer {
             id: server.id.get().into(),
-            address: address_bytes(server.address),
+            address: address_to_bytes(server.address),
         };
         Self {
             generation: configuration.generation,
@@ -259,12 +260,12 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             server_id: configuration.server_id.get().into(),
             previous_servers: configuration.previous_servers.iter().map(to_previous_server).collect(),
             draining: configuration.is_draining,
-            address: configuration.address.map(address_bytes).unwrap_or_default(),
+            address: configuration.address.map(address_to_bytes).unwrap_or_default(),
         }
     }
 }
 
-fn parse_keys(keys: Option<&v1::FleetKeys>) -> Result<FleetCookieKeys, WireError> {
+fn parse_cookie_keys(keys: Option<&v1::FleetKeys>) -> Result<FleetCookieKeys, WireError> {
     keys.ok_or_else(|| WireError::missing("keys"))?.try_into().with_field_prefix("keys")
 }
 
@@ -276,13 +277,13 @@ fn parse_owner_number(field: &str, number: u32) -> Result<TableOwnerNumber, Wire
     u64::from(number).try_into().map_err(|error| WireError::new(field, error))
 }
 
-fn parse_mode(mode: Option<&v1::ServiceSettings>) -> Result<ServiceSettings, WireError> {
+fn parse_service_settings(mode: Option<&v1::ServiceSettings>) -> Result<ServiceSettings, WireError> {
     mode.ok_or_else(|| WireError::missing("mode"))?.try_into().with_field_prefix("mode")
 }
 
 /// Parses a service's time key. Stamping by load balancers requires it, so that all of them stamp alike.
 fn parse_time_key(mode: ServiceSettings, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
-    match (mode.timestamps == TimestampOrigin::LoadBalancer, key) {
+    match (mode.timestamps == CookieStamper::LoadBalancer, key) {
         (true, None) => Err(WireError::missing("time_key")),
         (true, Some(key)) => Ok(Some(key.into())),
         (false, _) => Ok(None),
@@ -290,7 +291,7 @@ fn parse_time_key(mode: ServiceSettings, key: Option<v1::CookieKey>) -> Result<O
 }
 
 /// Parses a text that must be the name of one of `all_values`.
-fn parse_name<T: Copy, const N: usize>(
+fn parse_named_value<T: Copy, const N: usize>(
     field: &str,
     text: &str,
     all_values: [T; N],
@@ -308,30 +309,30 @@ fn parse_report_interval(milliseconds: u32) -> Result<Duration, WireError> {
     }
 }
 
-fn parse_when_all_down(name: &str) -> Result<WhenAllDown, WireError> {
+fn parse_when_all_down(name: &str) -> Result<AllServersDownTreatment, WireError> {
     if name.is_empty() {
-        return Ok(WhenAllDown::default());
+        return Ok(AllServersDownTreatment::default());
     }
-    parse_name("when_all_down", name, WhenAllDown::ALL, WhenAllDown::name)
+    parse_named_value("when_all_down", name, AllServersDownTreatment::ALL, AllServersDownTreatment::name)
 }
 
 /// Parses the lifetime of placement tables. A value of 0 selects the default, because older controllers do not send
 /// this field.
 fn parse_table_lifetime(milliseconds: u32) -> Duration {
-    if milliseconds == 0 { DEFAULT_TABLE_LIFETIME } else { Duration::from_millis(milliseconds.into()) }
+    if milliseconds == 0 { DEFAULT_PLACEMENT_TABLE_LIFETIME } else { Duration::from_millis(milliseconds.into()) }
 }
 
-fn parse_weight(weight: u32) -> Result<ServerWeight, WireError> {
+fn parse_server_weight(weight: u32) -> Result<ServerWeight, WireError> {
     ServerWeight::new(weight.max(1).into()).map_err(|error| WireError::new("weight", error))
 }
 
-fn parse_capacity(capacity: f64) -> Result<Option<ServerCapacity>, WireError> {
+fn parse_server_capacity(capacity: f64) -> Result<Option<ServerCapacity>, WireError> {
     let parsed_capacity = (capacity != 0.0).then(|| ServerCapacity::new(capacity)).transpose();
     parsed_capacity.map_err(|error| WireError::new("capacity", error))
 }
 
 /// Parses every element of a list. An error includes the position of the invalid element.
-pub(crate) fn parse_list<'a, T, U: TryFrom<&'a T, Error = WireError>>(
+pub(crate) fn parse_message_list<'a, T, U: TryFrom<&'a T, Error = WireError>>(
     field: &str,
     list: &'a [T],
 ) -> Result<Vec<U>, WireError> {
@@ -341,7 +342,7 @@ pub(crate) fn parse_list<'a, T, U: TryFrom<&'a T, Error = WireError>>(
         .collect()
 }
 
-fn check_values_are_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
+fn check_unique_values<T: std::hash::Hash + Eq + std::fmt::Display>(
     field: &str,
     values: impl Iterator<Item = T>,
 ) -> Result<(), WireError> {
@@ -357,7 +358,7 @@ fn check_values_are_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
 
 impl FleetConfiguration {
     /// Returns the encoded message, which is shared by the streams of all load balancers. The next change refers to
-    /// `number` as its [`crate::FleetChange::base_configuration_number`].
+    /// `number` as its [`crate::FleetConfigurationChange::base_configuration_number`].
     pub fn encode(&self, number: u64) -> Bytes {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
@@ -389,16 +390,16 @@ impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
     type Error = WireError;
 
     fn try_from(message: &v1::FleetConfiguration) -> Result<Self, WireError> {
-        let services: Vec<Service> = parse_list("services", &message.services)?;
-        check_values_are_unique("services", services.iter().map(|service| service.address))?;
-        check_values_are_unique("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
-        let load_balancers: Vec<PeerLoadBalancer> = parse_list("load_balancers", &message.load_balancers)?;
-        check_values_are_unique("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
+        let services: Vec<Service> = parse_message_list("services", &message.services)?;
+        check_unique_values("services", services.iter().map(|service| service.address))?;
+        check_unique_values("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
+        let load_balancers: Vec<PeerLoadBalancer> = parse_message_list("load_balancers", &message.load_balancers)?;
+        check_unique_values("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
         let owner_numbers = load_balancers.iter().filter_map(|peer| peer.owner_number);
-        check_values_are_unique("load_balancers", owner_numbers.map(|owner| format!("owner number {}", owner.get())))?;
+        check_unique_values("load_balancers", owner_numbers.map(|owner| format!("owner number {}", owner.get())))?;
         Ok(Self {
             generation: message.generation,
-            keys: parse_keys(message.keys.as_ref())?,
+            cookie_keys: parse_cookie_keys(message.keys.as_ref())?,
             services,
             load_balancers,
             report_interval: parse_report_interval(message.report_interval_ms)?,
@@ -424,17 +425,17 @@ impl TryFrom<&v1::Service> for Service {
     type Error = WireError;
 
     fn try_from(message: &v1::Service) -> Result<Self, WireError> {
-        let servers: Vec<Server> = parse_list("servers", &message.servers)?;
-        check_values_are_unique("servers", servers.iter().map(|server| format!("server id {}", server.id)))?;
-        let mode = parse_mode(message.mode.as_ref())?;
+        let servers: Vec<Server> = parse_message_list("servers", &message.servers)?;
+        check_unique_values("servers", servers.iter().map(|server| format!("server id {}", server.id)))?;
+        let mode = parse_service_settings(message.mode.as_ref())?;
         Ok(Self {
             name: message.name.clone(),
             address: parse_service_address(message.address.as_ref())?,
             index: ServiceIndex::parse("index", message.index)?,
-            mode,
+            settings: mode,
             time_key: parse_time_key(mode, message.time_key)?,
             policy_name: message.policy.clone(),
-            telemetry_level: parse_name("traffic", &message.traffic, TelemetryLevel::ALL, TelemetryLevel::name)?,
+            telemetry_level: parse_named_value("traffic", &message.traffic, TelemetryLevel::ALL, TelemetryLevel::name)?,
             health_check: message
                 .health_check
                 .as_ref()
@@ -458,8 +459,8 @@ impl TryFrom<&v1::Server> for Server {
             address: parse_address("address", &message.address)?,
             is_eligible: message.eligible,
             has_left: message.has_left,
-            weight: parse_weight(message.weight)?,
-            capacity: parse_capacity(message.capacity)?,
+            weight: parse_server_weight(message.weight)?,
+            capacity: parse_server_capacity(message.capacity)?,
             vlan: Vlan::from_id_or_untagged(message.vlan.into()).map_err(|error| WireError::new("vlan", error))?,
         })
     }
@@ -473,7 +474,7 @@ impl TryFrom<&v1::StampedService> for AgentService {
             name: message.name.clone(),
             address: parse_service_address(message.address.as_ref())?,
             server_id: parse_server_id("server_id", message.server_id)?,
-            mode: parse_mode(message.mode.as_ref())?,
+            settings: parse_service_settings(message.mode.as_ref())?,
         })
     }
 }
@@ -501,13 +502,13 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
     fn try_from(message: &v1::AgentConfiguration) -> Result<Self, WireError> {
         Ok(Self {
             generation: message.generation,
-            services: parse_list("services", &message.services)?,
-            keys: parse_keys(message.keys.as_ref())?,
+            services: parse_message_list("services", &message.services)?,
+            keys: parse_cookie_keys(message.keys.as_ref())?,
             report_interval: parse_report_interval(message.report_interval_ms)?,
             fleet_rss_key: RssKey::new(&message.fleet_rss_key)
                 .map_err(|error| WireError::new("fleet_rss_key", error))?,
             server_id: parse_server_id("server_id", message.server_id)?,
-            previous_servers: parse_list("previous_servers", &message.previous_servers)?,
+            previous_servers: parse_message_list("previous_servers", &message.previous_servers)?,
             is_draining: message.draining,
             address: parse_optional_address("address", &message.address)?,
         })
@@ -529,7 +530,7 @@ pub struct UnusableService {
 
 impl UnusableService {
     /// Returns `previous_service` with this service's servers, if they are usable, so that drains still take effect.
-    pub fn with_servers_applied_to(&self, previous_service: &Service) -> Service {
+    pub fn replace_servers_in(&self, previous_service: &Service) -> Service {
         Service {
             servers: self.servers.clone().unwrap_or_else(|| previous_service.servers.clone()),
             ..previous_service.clone()
@@ -546,7 +547,7 @@ fn split_off_unusable_services(message: &mut v1::FleetConfiguration) -> Vec<Unus
     let mut unusable_services = Vec::new();
     message.services.retain(|service| {
         let Err(reason) = Service::try_from(service) else { return true };
-        let servers = parse_list("servers", &service.servers).ok();
+        let servers = parse_message_list("servers", &service.servers).ok();
         unusable_services.push(UnusableService { name: service.name.clone(), index: service.index, reason, servers });
         false
     });

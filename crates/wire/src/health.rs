@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use coreward_model::ServerId;
 use coreward_model::health::{
-    CertificateVerification, HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdict, HttpProbe, HttpStatusRange,
-    ProbeAddress, VerdictThresholds,
+    CertificateVerification, HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdict, HealthVerdictThresholds,
+    HttpProbe, HttpStatusRange, ProbeAddress,
 };
 
 use crate::address::parse_server_id;
@@ -14,7 +14,7 @@ use crate::{WireError, WireErrorContext as _, v1};
 
 /// Results of one load balancer's health checks of all servers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct HealthMessage {
+pub struct HealthCheckResultsMessage {
     /// Results by service and server, in any order.
     pub check_results: Vec<(ServiceIndex, ServerId, ServerCheckResult)>,
 }
@@ -25,7 +25,7 @@ pub struct ServerCheckResult {
     /// Verdict on the server, or `None` after too few checks.
     pub verdict: Option<HealthVerdict>,
     /// Time since the verdict changed to the current one.
-    pub verdict_duration: Duration,
+    pub verdict_age: Duration,
     /// Error of the newest check. It is empty if that check passed, or if no check has ended yet.
     pub error: String,
     /// Latency of the newest answer to a check, or zero if there was no answer.
@@ -36,10 +36,10 @@ pub struct ServerCheckResult {
     pub failed_check_count: u64,
 }
 
-const MAX_ERROR_CHARS: usize = 200;
+const MAX_CHECK_ERROR_CHARS: usize = 200;
 
-impl From<&HealthMessage> for v1::LoadBalancerHealth {
-    fn from(message: &HealthMessage) -> Self {
+impl From<&HealthCheckResultsMessage> for v1::LoadBalancerHealth {
+    fn from(message: &HealthCheckResultsMessage) -> Self {
         let mut services: Vec<v1::ServiceHealth> = Vec::new();
         for (service, server, check_result) in &message.check_results {
             let service_index = u32::from(service.get());
@@ -58,8 +58,8 @@ impl From<&ServerCheckResult> for v1::ServerHealth {
         Self {
             server_id: 0,
             up: check_result.verdict.map(|verdict| verdict == HealthVerdict::Up),
-            since_ms: check_result.verdict_duration.as_millis() as u64,
-            error: check_result.error.chars().take(MAX_ERROR_CHARS).collect(),
+            since_ms: check_result.verdict_age.as_millis() as u64,
+            error: check_result.error.chars().take(MAX_CHECK_ERROR_CHARS).collect(),
             latency_us: u32::try_from(check_result.latency.as_micros()).unwrap_or(u32::MAX),
             checks: check_result.completed_check_count,
             failures: check_result.failed_check_count,
@@ -67,7 +67,7 @@ impl From<&ServerCheckResult> for v1::ServerHealth {
     }
 }
 
-impl TryFrom<&v1::LoadBalancerHealth> for HealthMessage {
+impl TryFrom<&v1::LoadBalancerHealth> for HealthCheckResultsMessage {
     type Error = WireError;
 
     fn try_from(message: &v1::LoadBalancerHealth) -> Result<Self, WireError> {
@@ -89,8 +89,8 @@ impl From<&v1::ServerHealth> for ServerCheckResult {
         let to_verdict = |up: bool| if up { HealthVerdict::Up } else { HealthVerdict::Down };
         Self {
             verdict: message.up.map(to_verdict),
-            verdict_duration: Duration::from_millis(message.since_ms),
-            error: message.error.chars().filter(|c| !c.is_control()).take(MAX_ERROR_CHARS).collect(),
+            verdict_age: Duration::from_millis(message.since_ms),
+            error: message.error.chars().filter(|c| !c.is_control()).take(MAX_CHECK_ERROR_CHARS).collect(),
             latency: Duration::from_micros(message.latency_us.into()),
             completed_check_count: message.checks,
             failed_check_count: message.failures,
@@ -134,7 +134,7 @@ impl TryFrom<&v1::HealthCheck> for HealthCheck {
         let probe = match message.probe.as_str() {
             "tcp" => HealthProbe::Tcp,
             "http" => HealthProbe::Http(parse_http_probe(message)?),
-            "https" => HealthProbe::Https(parse_http_probe(message)?, parse_verification(message)),
+            "https" => HealthProbe::Https(parse_http_probe(message)?, parse_certificate_verification(message)),
             other => {
                 return Err(WireError::new("probe", format!("{other:?}: expected \"tcp\", \"http\" or \"https\"")));
             }
@@ -151,7 +151,7 @@ impl TryFrom<&v1::HealthCheck> for HealthCheck {
             probe_port: (port != 0).then_some(port),
             interval: parse_milliseconds("interval_ms", message.interval_ms)?,
             timeout: parse_milliseconds("timeout_ms", message.timeout_ms)?,
-            thresholds: VerdictThresholds::new(rise, fall).ok_or_else(|| {
+            thresholds: HealthVerdictThresholds::new(rise, fall).ok_or_else(|| {
                 WireError::new("rise", format!("{rise}, and {fall} to fall: expected at least 1 each"))
             })?,
             jitter: HealthCheckJitter::new(message.jitter)
@@ -172,7 +172,7 @@ fn parse_http_probe(message: &v1::HealthCheck) -> Result<HttpProbe, WireError> {
     })
 }
 
-fn parse_verification(message: &v1::HealthCheck) -> CertificateVerification {
+fn parse_certificate_verification(message: &v1::HealthCheck) -> CertificateVerification {
     match (message.verify, message.authorities.as_str()) {
         (false, _) => CertificateVerification::Off,
         (true, "") => CertificateVerification::System,
@@ -198,7 +198,7 @@ mod tests {
             probe_port: Some(8080),
             interval: Duration::from_millis(500),
             timeout: Duration::from_millis(300),
-            thresholds: VerdictThresholds::new(2, 5).unwrap(),
+            thresholds: HealthVerdictThresholds::new(2, 5).unwrap(),
             jitter: HealthCheckJitter::new(0.25).unwrap(),
         }
     }
@@ -243,7 +243,7 @@ mod tests {
         let sample_server_result = |index: u32, id: u64, verdict: Option<HealthVerdict>| {
             let check_result = ServerCheckResult {
                 verdict,
-                verdict_duration: Duration::from_millis(1500),
+                verdict_age: Duration::from_millis(1500),
                 error: "connection refused".to_owned(),
                 latency: Duration::from_micros(250),
                 completed_check_count: 7,
@@ -256,9 +256,9 @@ mod tests {
             sample_server_result(3, 8, Some(HealthVerdict::Down)),
             sample_server_result(5, 7, None),
         ];
-        let message = HealthMessage { check_results: servers };
+        let message = HealthCheckResultsMessage { check_results: servers };
         let encoded_message = v1::LoadBalancerHealth::from(&message);
         assert_eq!(encoded_message.services.len(), 2);
-        assert_eq!(HealthMessage::try_from(&encoded_message), Ok(message));
+        assert_eq!(HealthCheckResultsMessage::try_from(&encoded_message), Ok(message));
     }
 }

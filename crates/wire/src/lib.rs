@@ -35,17 +35,17 @@ pub mod sockets;
 pub mod table;
 pub mod traffic;
 
-pub use change::FleetChange;
+pub use change::FleetConfigurationChange;
 pub use configuration::{
-    AgentConfiguration, AgentService, FleetConfiguration, LOAD_BALANCER_TIMEOUT, PeerLoadBalancer, PreviousServer,
-    STATE_MESSAGE_INTERVAL, Server, Service, ServiceIndex, UnusableService,
+    AgentConfiguration, AgentService, FleetConfiguration, LB_STATE_MESSAGE_INTERVAL, LOAD_BALANCER_LOSS_TIMEOUT,
+    PeerLoadBalancer, PreviousServer, Server, Service, ServiceIndex, UnusableService,
 };
 pub use error::{WireError, WireErrorContext};
-pub use health::{HealthMessage, ServerCheckResult};
+pub use health::{HealthCheckResultsMessage, ServerCheckResult};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
 pub use report::{
     AgentReport, AgentReportDetails, AgentReportError, CountedConnections, MAX_AGENT_MESSAGE_BYTES,
-    remove_displayed_lists_if_oversized,
+    shrink_oversized_report,
 };
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
@@ -53,11 +53,11 @@ pub use traffic::{ServerTraffic, TrafficCountsMessage};
 
 /// Metadata key of a gRPC status UNAVAILABLE. Its value is the leading controller's address and port, in the form of
 /// the daemons' setting `controller`.
-pub const LEADER_HEADER: &str = "coreward-leader";
+pub const LEADER_ADDRESS_METADATA_KEY: &str = "coreward-leader";
 
 /// Metadata key at the beginning of a gRPC stream. Its value is the answering controller's term in decimal, which grows
 /// with every new leader. The key is absent if the controllers elect no leader.
-pub const TERM_HEADER: &str = "coreward-term";
+pub const CONTROLLER_TERM_METADATA_KEY: &str = "coreward-term";
 
 /// Types generated from `proto/*.proto`. The comments in those files are their documentation.
 #[allow(missing_docs, clippy::all)]

@@ -87,7 +87,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn packed_bytes_and_repeated_fields_are_encoded_alike(
+        fn packed_bytes_equal_encoded_repeated_fields(
             numbers in prop::collection::vec(prop_oneof![0u64..200, any::<u64>()], 0..50),
             doubles in prop::collection::vec(any::<f64>().prop_filter("compared below", |load| !load.is_nan()), 0..50),
         ) {

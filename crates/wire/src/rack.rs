@@ -4,28 +4,28 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::load::{MAX_ACCEPTED_LOAD, SmoothingWeight};
+use coreward_model::load::{MAX_ACCEPTED_CORE_LOAD, SmoothingWeight};
 use coreward_model::placement::{BucketCount, ServerCore};
 use coreward_model::policy::{
-    BucketCandidateList, LoadBin, LoadHistogram, LoadHistogramBins, MAX_CANDIDATES, RackSummary, ServerCapacity,
-    ServerClass, ServerLoads, ServerWeight, SummarizedServer,
+    BucketCandidateList, LoadHistogram, LoadHistogramBin, LoadHistogramBins, MAX_CANDIDATES, RackSummary,
+    ServerCapacity, ServerLoadClass, ServerLoads, ServerWeight, SummarizedServer,
 };
 use prost::Message as _;
 
 use crate::address::parse_server_id;
 use crate::report::MAX_REPORTED_CORES;
-use crate::rss::parse_key;
+use crate::rss::parse_rss_key;
 use crate::{ServiceIndex, WireError, WireErrorContext as _, packed, v1};
 
 /// Maximum number of cores in a histogram bin, which is more than any rack has. No load is above 16 (the model's
-/// `MAX_ACCEPTED_LOAD`). Load sums over a thousand racks, in units of 2^-32, therefore fit into 64 bits.
-const MAX_CORES_PER_BIN: u64 = 1 << 18;
+/// `MAX_ACCEPTED_CORE_LOAD`). Load sums over a thousand racks, in units of 2^-32, therefore fit into 64 bits.
+const MAX_CORES_PER_LOAD_BIN: u64 = 1 << 18;
 /// Maximum load of a core in units of 2^-32 cores, in which load sums are counted.
-const MAX_CORE_LOAD_FIXED_POINT: u64 = (MAX_ACCEPTED_LOAD as u64) << 32;
+const MAX_CORE_LOAD_FIXED_POINT: u64 = (MAX_ACCEPTED_CORE_LOAD as u64) << 32;
 
 /// Maximum size in bytes of a rack message, which is half of a controller's limit. A single summary has about 200 kB
 /// for 2,048 buckets with 8 candidates each and one RSS key.
-const MAX_MESSAGE_BYTES: usize = 2 << 20;
+const MAX_RACK_MESSAGE_BYTES: usize = 2 << 20;
 
 /// Configuration of a rack controller, with the rack's servers and their services.
 #[derive(Debug, Clone, PartialEq)]
@@ -151,7 +151,7 @@ struct PackedRackMessages {
 
 impl PackedRackMessages {
     fn message_with_room_for(&mut self, added_bytes: usize) -> &mut v1::RackMessage {
-        if self.last_message_bytes > 0 && self.last_message_bytes + added_bytes > MAX_MESSAGE_BYTES {
+        if self.last_message_bytes > 0 && self.last_message_bytes + added_bytes > MAX_RACK_MESSAGE_BYTES {
             self.messages.push(v1::RackMessage::default());
             self.last_message_bytes = 0;
         }
@@ -160,7 +160,7 @@ impl PackedRackMessages {
     }
 }
 
-fn parse_weight(weight: u32) -> Result<ServerWeight, WireError> {
+fn parse_server_weight(weight: u32) -> Result<ServerWeight, WireError> {
     ServerWeight::new(weight.into()).map_err(|error| WireError::new("weight", error))
 }
 
@@ -169,7 +169,7 @@ fn parse_server(message: &v1::RackServer) -> Result<RackServer, WireError> {
     Ok(RackServer {
         stream_number: message.stream,
         id: parse_server_id("id", message.id)?,
-        weight: parse_weight(message.weight)?,
+        weight: parse_server_weight(message.weight)?,
         capacity: capacity.map_err(|error| WireError::new("capacity", error))?,
     })
 }
@@ -209,7 +209,7 @@ pub fn encode_summary(service: ServiceIndex, summary: &RackSummary) -> v1::RackS
             message.slow_start.push(v1::CoreLoads { server_id: id, load: cores.to_vec() });
         }
     }
-    let to_load_spread = |(class, bins): &(ServerClass, LoadHistogramBins)| v1::LoadSpread {
+    let to_load_spread = |(class, bins): &(ServerLoadClass, LoadHistogramBins)| v1::LoadSpread {
         weight: class.weight.get(),
         speed: class.relative_core_speed,
         bin: packed::encode_integers(bins.iter().map(|(bin, _)| u64::from(*bin))),
@@ -238,12 +238,12 @@ pub fn parse_rack_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, Ra
         let unknown_server_error =
             || WireError::new("slow_start.server_id", format!("{id}: expected one of `server_id`"));
         let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown_server_error())?;
-        loads.load.iter().try_for_each(|load| check_load("slow_start.load", *load))?;
+        loads.load.iter().try_for_each(|load| check_core_load("slow_start.load", *load))?;
         check_length("slow_start.load", loads.load.len(), message.cores[position] as usize)?;
         servers[position].loads = ServerLoads::Relayed(loads.load.clone().into());
     }
     let histograms_by_class: Vec<_> =
-        message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().with_field_prefix("spreads")?;
+        message.spreads.iter().map(parse_load_spread).collect::<Result<_, _>>().with_field_prefix("spreads")?;
     let mut used_classes = HashSet::new();
     if !histograms_by_class
         .iter()
@@ -277,14 +277,14 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<SummarizedServer>, Wir
     server_fields.map(parse_summarized_server).collect()
 }
 
-fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, LoadHistogramBins), WireError> {
+fn parse_load_spread(message: &v1::LoadSpread) -> Result<(ServerLoadClass, LoadHistogramBins), WireError> {
     let bin_count = packed::count_integers(&message.bin);
     check_length("cores", packed::count_integers(&message.cores), bin_count)?;
     check_length("sum", packed::count_integers(&message.sum), bin_count)?;
     if !(message.speed.is_finite() && message.speed > 0.0) {
         return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
     }
-    let class = ServerClass { weight: parse_weight(message.weight)?, relative_core_speed: message.speed };
+    let class = ServerLoadClass { weight: parse_server_weight(message.weight)?, relative_core_speed: message.speed };
     let mut bins = LoadHistogramBins::with_capacity(bin_count);
     let bin_fields = packed::decode_integers(&message.bin)
         .zip(packed::decode_integers(&message.cores))
@@ -296,16 +296,17 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, LoadHistogramB
         let out_of_range = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadHistogram::BIN_COUNT - 1));
         let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadHistogram::BIN_COUNT).ok_or_else(out_of_range)?;
         let max_load_sum = core_count.saturating_mul(MAX_CORE_LOAD_FIXED_POINT);
-        if core_count > MAX_CORES_PER_BIN || sum > max_load_sum {
+        if core_count > MAX_CORES_PER_LOAD_BIN || sum > max_load_sum {
             let problem = format!(
-                "{core_count} cores with a sum of {sum}: expected at most {MAX_CORES_PER_BIN}, and of {max_load_sum}"
+                "{core_count} cores with a sum of {sum}: expected at most {MAX_CORES_PER_LOAD_BIN}, and of \
+                 {max_load_sum}"
             );
             return Err(WireError::new("cores", problem));
         }
         if bins.last().is_some_and(|(last, _)| *last >= bin) {
             return Err(WireError::new("bin", "not in ascending order"));
         }
-        bins.push((bin, LoadBin { core_count, load_sum: sum }));
+        bins.push((bin, LoadHistogramBin { core_count, load_sum: sum }));
     }
     Ok((class, bins))
 }
@@ -324,7 +325,7 @@ fn parse_candidate_list(
         return Err(WireError::new("per_bucket", problem));
     }
     let server_cores = packed::decode_integers(&message.server).zip(packed::decode_integers(&message.core));
-    packed::decode_doubles(&message.load).try_for_each(|load| check_load("load", load))?;
+    packed::decode_doubles(&message.load).try_for_each(|load| check_core_load("load", load))?;
     let mut candidates = Vec::with_capacity(candidate_count);
     for ((server, core), load) in server_cores.zip(packed::decode_doubles(&message.load)) {
         let (Some(server), Some(core)) = (server, core) else {
@@ -338,16 +339,16 @@ fn parse_candidate_list(
         };
         candidates.push((ServerCore { server: *id, core }, load));
     }
-    let key = parse_key(&message.key, message.input_transform)?;
+    let key = parse_rss_key(&message.key, message.input_transform)?;
     Ok(BucketCandidateList { key, candidates_per_bucket: message.per_bucket as usize, candidates })
 }
 
-fn check_load(field: &str, load: f64) -> Result<(), WireError> {
+fn check_core_load(field: &str, load: f64) -> Result<(), WireError> {
     check_total_load(field, load, 1)
 }
 
 fn check_total_load(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
-    let max_load = MAX_ACCEPTED_LOAD * f64::from(cores);
+    let max_load = MAX_ACCEPTED_CORE_LOAD * f64::from(cores);
     // Smoothing may round a load up.
     if (0.0..=max_load * 1.000_001).contains(&load) {
         return Ok(());
@@ -377,7 +378,7 @@ mod tests {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
             rss: Some(RssConfig {
                 key: RssKey::microsoft_verification_key(),
-                indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),
+                indirection_table: IndirectionTable::draw_balanced_entries(n, 128, 4).unwrap(),
             }),
             slow_start_fraction: if n == 2 { 0.5 } else { 1.0 },
             ..PoolServer::new((n * 31).try_into().unwrap())
@@ -402,11 +403,11 @@ mod tests {
     #[test]
     fn large_summary_is_split_into_messages() {
         let message = encode_summary(ServiceIndex::new(3).unwrap(), &sample_summary());
-        let (bytes, count) = (message.encoded_len(), 3 * MAX_MESSAGE_BYTES / message.encoded_len());
+        let (bytes, count) = (message.encoded_len(), 3 * MAX_RACK_MESSAGE_BYTES / message.encoded_len());
         let agent = v1::FromAgent { stream: 7, message: None };
         let messages = pack_into_rack_messages(vec![agent.clone()], vec![message.clone(); count]);
         assert!((3..=4).contains(&messages.len()), "{} of {bytes} bytes in {}", count, messages.len());
-        assert!(messages.iter().all(|message| message.encoded_len() < 2 * MAX_MESSAGE_BYTES));
+        assert!(messages.iter().all(|message| message.encoded_len() < 2 * MAX_RACK_MESSAGE_BYTES));
         assert_eq!(messages[0].agents, [agent]);
         assert_eq!(
             messages.into_iter().flat_map(|message| message.summaries).collect::<Vec<_>>(),
@@ -415,7 +416,7 @@ mod tests {
         assert_eq!(pack_into_rack_messages(vec![], vec![]), [v1::RackMessage::default()]);
     }
 
-    fn replace_number(numbers: &mut Bytes, position: usize, number: u64) {
+    fn replace_packed_number(numbers: &mut Bytes, position: usize, number: u64) {
         let mut all_numbers: Vec<u64> = packed::decode_integers(numbers).map(Option::unwrap).collect();
         all_numbers[position] = number;
         *numbers = packed::encode_integers(all_numbers.into_iter());
@@ -438,7 +439,7 @@ mod tests {
         );
         assert_eq!(error_after_change(|m| m.slow_start[0].load.truncate(3)), "slow_start.load: 3 entries: expected 4");
         assert_eq!(
-            error_after_change(|m| replace_number(&mut m.lists[0].server, 9, 5)),
+            error_after_change(|m| replace_packed_number(&mut m.lists[0].server, 9, 5)),
             "lists.server: 5: expected a position below 5"
         );
         assert_eq!(
@@ -452,11 +453,11 @@ mod tests {
         );
         assert_eq!(error_after_change(|m| m.lists[0].per_bucket = 9), "lists.per_bucket: 9: expected 1 to 8");
         assert_eq!(
-            error_after_change(|m| replace_number(&mut m.spreads[0].bin, 0, 5_000)),
+            error_after_change(|m| replace_packed_number(&mut m.spreads[0].bin, 0, 5_000)),
             "spreads.bin: 5000: expected 0 to 2049"
         );
         assert_eq!(
-            error_after_change(|m| replace_number(&mut m.spreads[0].bin, 1, 0)),
+            error_after_change(|m| replace_packed_number(&mut m.spreads[0].bin, 1, 0)),
             "spreads.bin: not in ascending order"
         );
         assert_eq!(
@@ -464,11 +465,13 @@ mod tests {
             "spreads: two of one weight and speed: expected one"
         );
         assert_eq!(
-            error_after_change(|m| replace_number(&mut m.spreads[0].sum, 0, u64::MAX)).split(": expected").next(),
+            error_after_change(|m| replace_packed_number(&mut m.spreads[0].sum, 0, u64::MAX))
+                .split(": expected")
+                .next(),
             Some("spreads.cores: 4 cores with a sum of 18446744073709551615")
         );
         assert!(
-            error_after_change(|m| replace_number(&mut m.spreads[0].cores, 0, 1 << 40))
+            error_after_change(|m| replace_packed_number(&mut m.spreads[0].cores, 0, 1 << 40))
                 .starts_with("spreads.cores: 1099511627776 cores")
         );
         assert_eq!(error_after_change(|m| m.spreads[0].speed = 0.0), "spreads.speed: 0: expected a number above 0");

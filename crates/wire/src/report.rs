@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use coreward_intf as intf;
-use coreward_model::load::CoreReadings;
+use coreward_model::load::CoreBusyTimeReadings;
 use prost::Message as _;
 
 use crate::sanitize::{retain_known_counters, sanitize_dispatched_service, sanitize_rejected_updates, sanitize_string};
@@ -19,7 +19,7 @@ pub struct AgentReport {
     /// Time after which the report expires. Until the next report, policies use the pool's mean load for the server.
     pub time_to_live: Duration,
     /// Sequence number of the report, time of measurement, and busy times of the cores.
-    pub readings: CoreReadings,
+    pub readings: CoreBusyTimeReadings,
     /// Number of the server's open TCP connections.
     pub open_connection_count: u32,
     /// Generation of the RSS configuration, which grows with every change of it.
@@ -101,14 +101,14 @@ impl From<CountedConnections> for v1::CountedConnections {
 pub enum AgentReportError {
     /// The RSS configuration is invalid, so the report's RSS generation is unusable. Other parts may be valid.
     #[error("{0}")]
-    InvalidRss(WireError),
+    InvalidRssConfiguration(WireError),
     /// The time to live is out of range. With 0, every report would be expired. With a long time, a dead agent's stream
     /// would block the server's next agent.
-    #[error("time_to_live_ms: {0}: expected 1 to {MAX_TIME_TO_LIVE_MS}")]
-    TimeToLiveMsOutOfRange(u32),
+    #[error("time_to_live_ms: {0}: expected 1 to {MAX_REPORT_LIFETIME_MS}")]
+    InvalidTimeToLive(u32),
     /// A list in the report has more elements than a server may report.
     #[error("{field}: {count}: expected at most {limit}")]
-    TooLarge {
+    TooManyListElements {
         /// Name of the list's field.
         field: &'static str,
         /// Number of elements of the list in the report.
@@ -120,7 +120,7 @@ pub enum AgentReportError {
 
 /// Maximum time to live of a report (ms). Agents report at least once a second. Through a rack controller, they send
 /// full reports at least once a minute.
-pub const MAX_TIME_TO_LIVE_MS: u32 = 180_000;
+pub const MAX_REPORT_LIFETIME_MS: u32 = 180_000;
 /// Maximum size in bytes of a message that a controller or a rack controller reads from an agent.
 pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;
 /// Maximum number of cores in a report.
@@ -148,7 +148,7 @@ fn check_list_lengths(message: &v1::Report) -> Result<(), AgentReportError> {
         ),
     ] {
         if count > max_count {
-            return Err(AgentReportError::TooLarge { field: field_name, count, limit: max_count });
+            return Err(AgentReportError::TooManyListElements { field: field_name, count, limit: max_count });
         }
     }
     Ok(())
@@ -158,8 +158,8 @@ impl TryFrom<v1::Report> for AgentReport {
     type Error = AgentReportError;
 
     fn try_from(message: v1::Report) -> Result<Self, AgentReportError> {
-        if !(1..=MAX_TIME_TO_LIVE_MS).contains(&message.time_to_live_ms) {
-            return Err(AgentReportError::TimeToLiveMsOutOfRange(message.time_to_live_ms));
+        if !(1..=MAX_REPORT_LIFETIME_MS).contains(&message.time_to_live_ms) {
+            return Err(AgentReportError::InvalidTimeToLive(message.time_to_live_ms));
         }
         check_list_lengths(&message)?;
         let rss = message
@@ -168,7 +168,7 @@ impl TryFrom<v1::Report> for AgentReport {
             .map(ReportedRss::try_from)
             .transpose()
             .with_field_prefix("rss")
-            .map_err(AgentReportError::InvalidRss)?;
+            .map_err(AgentReportError::InvalidRssConfiguration)?;
         let details = (!message.without_details).then(|| AgentReportDetails {
             counters: retain_known_counters(message.counters, &AGENT_COUNTER_NAMES).into_iter().collect(),
             warnings: message.warnings.into_iter().map(sanitize_string).collect(),
@@ -184,10 +184,10 @@ impl TryFrom<v1::Report> for AgentReport {
         Ok(Self {
             sent_at: Duration::from_nanos(message.sent_unix_ns),
             time_to_live: Duration::from_millis(message.time_to_live_ms.into()),
-            readings: CoreReadings {
-                report_sequence: message.sequence,
-                measured_ns: message.measured_ns,
-                busy_ns: message.core_busy_ns,
+            readings: CoreBusyTimeReadings {
+                report_sequence_number: message.sequence,
+                measured_at_ns: message.measured_ns,
+                busy_ns_by_core: message.core_busy_ns,
             },
             open_connection_count: message.open_connections,
             rss_generation: message.rss_generation,
@@ -202,10 +202,10 @@ impl TryFrom<v1::Report> for AgentReport {
 
 /// Removes lists that are only displayed, such as tables of 4,096 workers, from a report that exceeds the maximum
 /// message size.
-pub fn remove_displayed_lists_if_oversized(mut report: v1::Report) -> v1::Report {
+pub fn shrink_oversized_report(mut report: v1::Report) -> v1::Report {
     // Room for the other parts of the message, and for the warning.
-    const ENVELOPE_BYTES: usize = 256;
-    if report.encoded_len() > MAX_AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
+    const MESSAGE_ENVELOPE_BYTES: usize = 256;
+    if report.encoded_len() > MAX_AGENT_MESSAGE_BYTES - MESSAGE_ENVELOPE_BYTES {
         report.dispatch.clear();
         report.connections = None;
         report.warnings.truncate(MAX_REPORTED_WARNINGS - 1);
@@ -227,11 +227,11 @@ impl From<AgentReport> for v1::Report {
             rejected_updates: rejected,
         } = report.details.unwrap_or_default();
         Self {
-            sequence: report.readings.report_sequence,
+            sequence: report.readings.report_sequence_number,
             sent_unix_ns: report.sent_at.as_nanos() as u64,
             time_to_live_ms: report.time_to_live.as_millis() as u32,
-            measured_ns: report.readings.measured_ns,
-            core_busy_ns: report.readings.busy_ns,
+            measured_ns: report.readings.measured_at_ns,
+            core_busy_ns: report.readings.busy_ns_by_core,
             open_connections: report.open_connection_count,
             rss_generation: report.rss_generation,
             rss: report.rss.as_ref().map(v1::Rss::from),
@@ -331,7 +331,7 @@ mod tests {
 
     #[test]
     fn oversized_report_loses_dispatched_services_and_connection_counts() {
-        assert_eq!(remove_displayed_lists_if_oversized(sample_report()), sample_report());
+        assert_eq!(shrink_oversized_report(sample_report()), sample_report());
         let worker = v1::DispatchedWorker {
             worker: u32::MAX,
             pid: u32::MAX,
@@ -347,7 +347,7 @@ mod tests {
         let busy_ns = vec![u64::MAX; MAX_REPORTED_CORES];
         let report = v1::Report { dispatch: vec![service], warnings, core_busy_ns: busy_ns.clone(), ..sample_report() };
         assert!(report.encoded_len() > MAX_AGENT_MESSAGE_BYTES);
-        let report = remove_displayed_lists_if_oversized(report);
+        let report = shrink_oversized_report(report);
         assert!(report.encoded_len() < MAX_AGENT_MESSAGE_BYTES - 100, "{}", report.encoded_len());
         assert_eq!((report.core_busy_ns, report.warnings.len()), (busy_ns, MAX_REPORTED_WARNINGS));
     }
@@ -364,7 +364,7 @@ mod tests {
         let error = AgentReport::try_from(v1::Report { time_to_live_ms: 0, ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "time_to_live_ms: 0: expected 1 to 180000");
         let error = AgentReport::try_from(v1::Report { time_to_live_ms: 180_001, ..sample_report() }).unwrap_err();
-        assert_eq!(error, AgentReportError::TimeToLiveMsOutOfRange(180_001));
+        assert_eq!(error, AgentReportError::InvalidTimeToLive(180_001));
         let error = AgentReport::try_from(v1::Report { core_busy_ns: vec![0; 4097], ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "core_busy_ns: 4097: expected at most 4096");
         let report =

@@ -42,7 +42,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
         if message.key.is_empty() && message.indirection_table.is_empty() {
             return Ok(Self { source, rss: None });
         }
-        let key = parse_key(&message.key, message.input_transform)?;
+        let key = parse_rss_key(&message.key, message.input_transform)?;
         let indirection_table = IndirectionTable::new(&message.indirection_table)
             .map_err(|error| WireError::new("indirection_table", error))?;
         Ok(Self { source, rss: Some(RssConfig { key, indirection_table }) })
@@ -50,7 +50,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
 }
 
 /// Parses an RSS key and its input transform. Fails if the key's length is wrong or the transform is unknown.
-pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
+pub(crate) fn parse_rss_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
     let transform =
         RssInputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;

@@ -4,11 +4,11 @@ use std::net::SocketAddr;
 
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::address::{address_bytes, parse_address, parse_port, parse_server_id};
+use crate::address::{address_to_bytes, parse_address, parse_port, parse_server_id};
 use crate::{WireError, WireErrorContext as _, v1};
 
 /// Maximum number of clients in a socket query.
-pub const MAX_CLIENTS_PER_QUERY: usize = 256;
+pub const MAX_CLIENTS_PER_SOCKET_QUERY: usize = 256;
 
 /// Query by which a load balancer finds out for which clients of a service a server still has a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub struct SocketQuery {
     pub server: ServerId,
     /// VIP, port and protocol of the connections' service.
     pub service: ServiceAddress,
-    /// Addresses and ports of the clients, at most [`MAX_CLIENTS_PER_QUERY`] of them.
+    /// Addresses and ports of the clients, at most [`MAX_CLIENTS_PER_SOCKET_QUERY`] of them.
     pub clients: Vec<SocketAddr>,
 }
 
@@ -39,7 +39,7 @@ pub struct SocketAnswer {
 
 impl SocketQuery {
     /// Returns the answer to this query for a server whose agent is not connected.
-    pub fn to_answer_without_agent(&self) -> SocketAnswer {
+    pub fn to_absent_agent_answer(&self) -> SocketAnswer {
         self.to_answer(Vec::new())
     }
 
@@ -64,7 +64,7 @@ impl SocketAnswer {
 impl From<&SocketQuery> for v1::SocketQuery {
     fn from(query: &SocketQuery) -> Self {
         let to_client_message =
-            |client: &SocketAddr| v1::Client { address: address_bytes(client.ip()), port: client.port().into() };
+            |client: &SocketAddr| v1::Client { address: address_to_bytes(client.ip()), port: client.port().into() };
         Self {
             number: query.query_number,
             load_balancer_session: query.load_balancer_session,
@@ -79,7 +79,7 @@ impl TryFrom<&v1::SocketQuery> for SocketQuery {
     type Error = WireError;
 
     fn try_from(message: &v1::SocketQuery) -> Result<Self, WireError> {
-        check_client_count_limit("clients", message.clients.len())?;
+        check_client_count("clients", message.clients.len())?;
         let service = message.service.as_ref().ok_or_else(|| WireError::missing("service"))?;
         let parse_client = |(position, client): (usize, &v1::Client)| {
             let ip = parse_address("address", &client.address);
@@ -110,7 +110,7 @@ impl TryFrom<v1::SocketAnswer> for SocketAnswer {
     type Error = WireError;
 
     fn try_from(message: v1::SocketAnswer) -> Result<Self, WireError> {
-        check_client_count_limit("open", message.open.len())?;
+        check_client_count("open", message.open.len())?;
         Ok(Self {
             query_number: message.number,
             load_balancer_session: message.load_balancer_session,
@@ -119,16 +119,16 @@ impl TryFrom<v1::SocketAnswer> for SocketAnswer {
     }
 }
 
-fn check_client_count_limit(field: &str, length: usize) -> Result<(), WireError> {
-    if length <= MAX_CLIENTS_PER_QUERY {
+fn check_client_count(field: &str, length: usize) -> Result<(), WireError> {
+    if length <= MAX_CLIENTS_PER_SOCKET_QUERY {
         return Ok(());
     }
-    Err(WireError::new(field, format!("{length} entries: expected at most {MAX_CLIENTS_PER_QUERY}")))
+    Err(WireError::new(field, format!("{length} entries: expected at most {MAX_CLIENTS_PER_SOCKET_QUERY}")))
 }
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::tuple::Protocol;
+    use coreward_model::tuple::TransportProtocol;
 
     use super::*;
 
@@ -137,7 +137,10 @@ mod tests {
             query_number: 5,
             load_balancer_session: 7,
             server: 9.try_into().unwrap(),
-            service: ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp },
+            service: ServiceAddress {
+                vip_and_port: "10.200.0.1:80".parse().unwrap(),
+                protocol: TransportProtocol::Tcp,
+            },
             clients: vec!["10.1.0.7:40000".parse().unwrap(), "10.1.0.8:1".parse().unwrap()],
         }
     }

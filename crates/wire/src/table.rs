@@ -11,7 +11,7 @@ use prost::bytes::Bytes;
 
 use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
-use crate::rss::parse_key;
+use crate::rss::parse_rss_key;
 use crate::{WireError, WireErrorContext as _, v1};
 
 /// Returns the encoded message with a placement table, which the streams of all load balancers share.
@@ -41,9 +41,9 @@ fn placement_table_to_message(service: ServiceIndex, table: &PlacementTable) -> 
         assignment_cost: table.assignment_cost,
         member_server_id: table.members.iter().map(|member| member.server.get().into()).collect(),
         member_load: table.members.iter().map(|member| member.fixed_point_load).collect(),
-        consistent_server_id: table.consistent_servers.iter().map(|server| server.get().into()).collect(),
+        consistent_server_id: table.consistent_server_by_bucket.iter().map(|server| server.get().into()).collect(),
         previous_consistent_id: table
-            .previous_consistent_servers
+            .previous_consistent_server_by_bucket
             .iter()
             .map(|previous| previous.map_or(intf::NO_SERVER, |server| server.get().into()))
             .collect(),
@@ -52,7 +52,7 @@ fn placement_table_to_message(service: ServiceIndex, table: &PlacementTable) -> 
             .iter()
             .map(|core| u32::from(core.server.get()) << 16 | u32::from(core.core))
             .collect(),
-        core_slot_age: table.core_slot_ages.clone(),
+        core_slot_age: table.load_age_by_core_slot.clone(),
         down_server_id: table.down_servers.iter().map(|server| server.get().into()).collect(),
     }
 }
@@ -74,10 +74,10 @@ fn parse_table(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementT
         assignment_cost: message.assignment_cost,
         core_slots: parse_core_slots(&message.core_slot)?,
         members: parse_members(message)?,
-        consistent_servers: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
-        previous_consistent_servers: parse_previous_servers(&message.previous_consistent_id)?,
+        consistent_server_by_bucket: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
+        previous_consistent_server_by_bucket: parse_previous_servers(&message.previous_consistent_id)?,
         down_servers: parse_server_ids("down_server_id", &message.down_server_id)?,
-        core_slot_ages: message.core_slot_age.clone(),
+        load_age_by_core_slot: message.core_slot_age.clone(),
     };
     check_list_lengths(&table)?;
     Ok((service, table))
@@ -120,7 +120,7 @@ fn parse_rss_keys(keys: &[Vec<u8>], input_transforms: &[u32]) -> Result<Vec<RssK
     keys.iter()
         .zip(inputs)
         .enumerate()
-        .map(|(group, (key, input))| parse_key(key, input).with_field_prefix(format!("groups[{group}]")))
+        .map(|(group, (key, input))| parse_rss_key(key, input).with_field_prefix(format!("groups[{group}]")))
         .collect()
 }
 
@@ -182,8 +182,8 @@ fn parse_members(message: &v1::PlacementTable) -> Result<Vec<PlacementTableMembe
 fn check_list_lengths(table: &PlacementTable) -> Result<(), WireError> {
     let bucket_count = table.bucket_count.get() as usize;
     let candidates_per_bucket = table.candidates_per_bucket as usize;
-    if !table.core_slot_ages.is_empty() {
-        check_length("core_slot_age", table.core_slot_ages.len(), table.core_slots.len())?;
+    if !table.load_age_by_core_slot.is_empty() {
+        check_length("core_slot_age", table.load_age_by_core_slot.len(), table.core_slots.len())?;
     }
     check_length(
         "candidate_load",
@@ -191,11 +191,11 @@ fn check_list_lengths(table: &PlacementTable) -> Result<(), WireError> {
         table.rss_key_by_group.len() * bucket_count * candidates_per_bucket,
     )?;
     if table.members.is_empty() {
-        return check_length("consistent_server_id", table.consistent_servers.len(), 0);
+        return check_length("consistent_server_id", table.consistent_server_by_bucket.len(), 0);
     }
-    check_length("consistent_server_id", table.consistent_servers.len(), bucket_count)?;
-    if !table.previous_consistent_servers.is_empty() {
-        check_length("previous_consistent_id", table.previous_consistent_servers.len(), bucket_count)?;
+    check_length("consistent_server_id", table.consistent_server_by_bucket.len(), bucket_count)?;
+    if !table.previous_consistent_server_by_bucket.is_empty() {
+        check_length("previous_consistent_id", table.previous_consistent_server_by_bucket.len(), bucket_count)?;
     }
     if table.rss_key_by_group.is_empty() {
         return Err(WireError::new("group_keys", "0 entries: expected at least 1, as there are members"));
@@ -220,7 +220,7 @@ mod tests {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
             rss: Some(RssConfig {
                 key: RssKey::microsoft_verification_key(),
-                indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),
+                indirection_table: IndirectionTable::draw_balanced_entries(n, 128, 4).unwrap(),
             }),
             open_connection_count: 3,
             ..PoolServer::new((n * 31).try_into().unwrap())

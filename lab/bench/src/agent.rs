@@ -10,7 +10,7 @@ use crate::default_args::parse_default_args;
 use crate::namespace::{self, run_ip_command};
 use anyhow::{Context as _, ensure};
 use coreward_agent::agent::Agent;
-use coreward_agent::config::{self, AgentConfig, SteeringMode};
+use coreward_agent::config::{self, AgentConfig, ConnectionSteeringMode};
 use coreward_agent::daemon;
 use coreward_intf as intf;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
@@ -45,10 +45,10 @@ impl Default for AgentBenchArgs {
 /// Measures the agent's cost in a new thread, which enters its own network namespace. Fails without root, or when the
 /// agent or the controller does not start.
 pub fn run_agent_bench(args: &AgentBenchArgs) -> anyhow::Result<BenchReport> {
-    namespace::measure_in_thread("agent", args, measure_agent)
+    namespace::run_measurement_in_new_thread("agent", args, measure_agent_cost)
 }
 
-fn measure_agent(args: &AgentBenchArgs) -> anyhow::Result<BenchReport> {
+fn measure_agent_cost(args: &AgentBenchArgs) -> anyhow::Result<BenchReport> {
     namespace::enter_new_network_namespace()?;
     run_ip_command("link set lo up")?;
     let queue_options = format!("numrxqueues {0} numtxqueues {0}", args.cores);
@@ -58,19 +58,19 @@ fn measure_agent(args: &AgentBenchArgs) -> anyhow::Result<BenchReport> {
     (controller_args.agents, controller_args.report_interval_ms) = (1, args.report_interval_ms);
     let mut controller =
         ControllerProcess::start(&controller::build_fleet_document(&controller_args), None, &scratch_directory.0)?;
-    let mut agent = Agent::start(agent_config(args, &controller, &scratch_directory.0, &pin_directory.0)?)?;
+    let mut agent = Agent::start(build_agent_config(args, &controller, &scratch_directory.0, &pin_directory.0)?)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let windows = runtime.block_on(async {
         tokio::select! {
             never = daemon::keep_agent_connected(&mut agent) => match never? {},
-            windows = measure_windows(args, &mut controller) => windows,
+            windows = measure_agent_windows(args, &mut controller) => windows,
         }
     })?;
     agent.detach_programs()?;
     Ok(build_agent_report(args, &windows))
 }
 
-fn agent_config(
+fn build_agent_config(
     args: &AgentBenchArgs,
     controller: &ControllerProcess,
     scratch_directory: &Path,
@@ -90,8 +90,8 @@ fn agent_config(
         pin_directory: pin_directory.join("agent"),
         manage_rss: true,
         manage_timestamps: true,
-        steer: SteeringMode::Affinity,
-        load: config::LoadSourceConfig::Published { path: busy_times_path },
+        steer: ConnectionSteeringMode::Affinity,
+        load: config::CoreLoadSourceConfig::Published { path: busy_times_path },
         rss: config::RssSourceConfig::Testbed { path: rss_map_path, entries: 128 },
         metrics: None,
         tls: None,
@@ -118,7 +118,7 @@ impl Drop for BpfPinDirectory {
 }
 
 /// CPU use of the agent and its rate of reports in one measured window.
-struct AgentWindow {
+struct AgentMeasurementWindow {
     cpu_pct: f64,
     cpu_per_report_us: f64,
     reports_per_second: f64,
@@ -128,10 +128,10 @@ async fn fetch_accepted_report_count(controller: &mut ControllerProcess) -> anyh
     Ok(controller.fetch_status().await?.accepted_reports)
 }
 
-async fn measure_windows(
+async fn measure_agent_windows(
     args: &AgentBenchArgs,
     controller: &mut ControllerProcess,
-) -> anyhow::Result<Vec<AgentWindow>> {
+) -> anyhow::Result<Vec<AgentMeasurementWindow>> {
     // The wait lasts until the agent has its configuration and reports regularly.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
@@ -142,7 +142,7 @@ async fn measure_windows(
         let (cpu_time, elapsed_seconds) = (thread_cpu_time() - cpu_time_before, start.elapsed().as_secs_f64());
         let report_count = fetch_accepted_report_count(controller).await? - reports_before;
         ensure!(report_count > 0, "no report reached the controller");
-        windows.push(AgentWindow {
+        windows.push(AgentMeasurementWindow {
             cpu_pct: cpu_time.as_secs_f64() / elapsed_seconds * 100.0,
             cpu_per_report_us: cpu_time.as_secs_f64() * 1e6 / report_count as f64,
             reports_per_second: report_count as f64 / elapsed_seconds,
@@ -151,16 +151,17 @@ async fn measure_windows(
     Ok(windows)
 }
 
-fn build_agent_report(args: &AgentBenchArgs, windows: &[AgentWindow]) -> BenchReport {
+fn build_agent_report(args: &AgentBenchArgs, windows: &[AgentMeasurementWindow]) -> BenchReport {
     let mut table = ReportTable::new(&["", "median", "least", "most", "goal", "verdict"]);
-    let mut add_result_row = |row_name: &str, to_value: fn(&AgentWindow) -> f64, goal: Option<MeasurementGoal>| {
-        let median_min_max = median_min_max(windows.iter().map(to_value));
-        // One decimal is not enough, because the percentage is below 1.
-        let value_cells = median_min_max.map(|value| format!("{value:.2}").into());
-        table.add_row(
-            [row_name.into()].into_iter().chain(value_cells).chain(goal_and_verdict_cells(goal, median_min_max[0])),
-        );
-    };
+    let mut add_result_row =
+        |row_name: &str, to_value: fn(&AgentMeasurementWindow) -> f64, goal: Option<MeasurementGoal>| {
+            let median_min_max = median_min_max(windows.iter().map(to_value));
+            // One decimal is not enough, because the percentage is below 1.
+            let value_cells = median_min_max.map(|value| format!("{value:.2}").into());
+            table.add_row(
+                [row_name.into()].into_iter().chain(value_cells).chain(goal_and_verdict_cells(goal, median_min_max[0])),
+            );
+        };
     add_result_row("CPU of the agent, % of one", |window| window.cpu_pct, Some(MeasurementGoal::AtMost(1.0)));
     add_result_row("CPU per report (its share of the checks included), us", |window| window.cpu_per_report_us, None);
     add_result_row("reports taken per second", |window| window.reports_per_second, None);

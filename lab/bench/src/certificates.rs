@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
-use coreward_tls::{CredentialFiles, FleetIdentity, FleetRole, IdentityName};
+use coreward_tls::{FleetIdentity, FleetRole, IdentityName, TlsCredentialFiles};
 
 /// Temporary certificate authority, which stores itself and all issued certificates in one directory.
 pub struct TestCertificateAuthority {
@@ -23,7 +23,7 @@ impl TestCertificateAuthority {
     }
 
     /// Issues a certificate for a daemon of this role and name. Fails when it cannot be written.
-    pub fn issue_certificate(&self, role: FleetRole, name: &str) -> anyhow::Result<CredentialFiles> {
+    pub fn issue_certificate(&self, role: FleetRole, name: &str) -> anyhow::Result<TlsCredentialFiles> {
         let identity =
             FleetIdentity { fleet: self.fleet_name.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
         let credential_directory = self.directory.join(format!("{role}-{name}"));
@@ -31,7 +31,7 @@ impl TestCertificateAuthority {
             .issue_certificate(&identity, &[], CertificateValidity::from_now(DAY))?
             .write_files(&credential_directory, &self.authority)?;
         let credential_path = |file_name: &str| credential_directory.join(file_name);
-        Ok(CredentialFiles {
+        Ok(TlsCredentialFiles {
             ca_path: credential_path("ca.crt"),
             certificate_path: credential_path("own.crt"),
             key_path: credential_path("own.key"),
@@ -39,8 +39,8 @@ impl TestCertificateAuthority {
     }
 
     /// Issues a certificate, and returns the `[tls]` table for it in a daemon's file. Fails when it cannot be written.
-    pub fn issue_as_tls_table(&self, role: FleetRole, name: &str) -> anyhow::Result<String> {
-        let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
+    pub fn issue_certificate_as_toml(&self, role: FleetRole, name: &str) -> anyhow::Result<String> {
+        let TlsCredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
             self.issue_certificate(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))
     }

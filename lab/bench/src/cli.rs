@@ -86,7 +86,7 @@ pub fn run_bench_command(arguments: &BenchArgs) -> anyhow::Result<()> {
         BenchCommand::CpuLoad(args) => arguments.print_report(&cpu_load::run_cpu_load_bench(args)?),
         BenchCommand::Agent(args) => arguments.print_report(&agent::run_agent_bench(args)?),
         BenchCommand::Idle(args) => arguments.print_report(&idle::run_idle_bench(args)?),
-        BenchCommand::Counting(args) => arguments.print_report(&conn_count::run_counting_bench(args)?),
+        BenchCommand::Counting(args) => arguments.print_report(&conn_count::run_connection_counting_bench(args)?),
         BenchCommand::Controller(args) => arguments.print_report(&controller::run_controller_bench(args)?),
         BenchCommand::Racks(args) => arguments.print_report(&racks::run_racks_bench(args)?),
         BenchCommand::ControllerProcess(args) => controller_process::run_controller_process(args),
@@ -111,7 +111,7 @@ const COST_PAGE_BENCHES: [(&str, BenchFunction); 12] = [
     ("cpu-load", || cpu_load::run_cpu_load_bench(&cpu_load::CpuLoadBenchArgs::default())),
     ("agent", || agent::run_agent_bench(&agent::AgentBenchArgs::default())),
     ("idle", || idle::run_idle_bench(&idle::IdleBenchArgs::default())),
-    ("counting", || conn_count::run_counting_bench(&conn_count::CountingBenchArgs::default())),
+    ("counting", || conn_count::run_connection_counting_bench(&conn_count::CountingBenchArgs::default())),
     ("controller", || controller::run_controller_bench(&controller::ControllerBenchArgs::default())),
     ("sim", || sim::run_sim_bench(&sim::SimBenchArgs::default())),
 ];
@@ -119,7 +119,11 @@ const COST_PAGE_BENCHES: [(&str, BenchFunction); 12] = [
 impl BenchArgs {
     fn print_report(&self, report: &BenchReport) -> anyhow::Result<()> {
         let report = &BenchReport {
-            method_description: format!("{} {}", report.method_description, environment::describe_measurement()),
+            method_description: format!(
+                "{} {}",
+                report.method_description,
+                environment::describe_measurement_environment()
+            ),
             ..report.clone()
         };
         if self.json {
@@ -133,7 +137,8 @@ impl BenchArgs {
     /// Runs all benches of docs/cost.md. Writes the page only at the end, so that it never contains results of two
     /// runs. If a bench fails, the page shows its error.
     fn run_cost_page_benches(&self, page: Option<&Path>) -> anyhow::Result<()> {
-        let (environment, background_load) = (environment::describe_measurement(), BackgroundLoadMeter::start()?);
+        let (environment, background_load) =
+            (environment::describe_measurement_environment(), BackgroundLoadMeter::start()?);
         let (mut page_parts, mut failed_benches) = (Vec::new(), Vec::new());
         for (name, measure) in COST_PAGE_BENCHES {
             match measure() {
@@ -152,7 +157,7 @@ impl BenchArgs {
             }
         }
         if let Some(page) = page {
-            page::replace_parts_in_file(
+            page::replace_generated_parts_in_file(
                 page,
                 &format!("{environment} {}", background_load.describe_background_load()?),
                 page_parts,

@@ -40,8 +40,8 @@ const ACCEPT_BACKLOG: i32 = 1 << 20;
 
 /// Measures the connection count in a new thread, which enters its own network namespace. Fails without root, or when
 /// sockets are not available.
-pub fn run_counting_bench(args: &CountingBenchArgs) -> anyhow::Result<BenchReport> {
-    namespace::measure_in_thread("counting", args, measure_connection_counting)
+pub fn run_connection_counting_bench(args: &CountingBenchArgs) -> anyhow::Result<BenchReport> {
+    namespace::run_measurement_in_new_thread("counting", args, measure_connection_counting)
 }
 
 fn measure_connection_counting(args: &CountingBenchArgs) -> anyhow::Result<BenchReport> {
@@ -53,9 +53,9 @@ fn measure_connection_counting(args: &CountingBenchArgs) -> anyhow::Result<Bench
     let mut server = ConnectionSink::start()?;
     for connection_count in &args.connections {
         server.open_connections_up_to(*connection_count)?;
-        let one_port_times_ms = server.measure_median_count_times_ms(args.rounds, &[server.address])?;
+        let one_port_times_ms = server.measure_median_counting_times_ms(args.rounds, &[server.address])?;
         let unused_service_address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-        let four_services_times_ms = server.measure_median_count_times_ms(
+        let four_services_times_ms = server.measure_median_counting_times_ms(
             args.rounds,
             &[server.address, unused_service_address(1), unused_service_address(2), unused_service_address(3)],
         )?;
@@ -114,7 +114,7 @@ impl ConnectionSink {
     }
 
     /// Counts connections `rounds` times and returns the medians of elapsed time and CPU time per count (ms).
-    fn measure_median_count_times_ms(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
+    fn measure_median_counting_times_ms(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
         let (mut elapsed_ms, mut cpu_ms) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             let (start, cpu_time_before) = (Instant::now(), thread_cpu_time());

@@ -11,7 +11,7 @@ use coreward_http::client::ControllerClient;
 use coreward_http::tokens::token_file_path;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::GrpcConnector;
-use coreward_tls::{FleetRole, ReloadableCredentials};
+use coreward_tls::{FleetRole, ReloadableTlsCredentials};
 use coreward_wire::v1::{dataplane_update, load_balancer_message};
 use coreward_wire::{table, v1};
 use tokio::net::TcpStream;
@@ -78,14 +78,14 @@ impl ControllerProcess {
         directory: &Path,
     ) -> anyhow::Result<Self> {
         std::fs::write(directory.join("fleet.toml"), fleet)?;
-        Self::spawn("fleet = \"fleet.toml\"\n", certificate_authority, directory)
+        Self::spawn_with_config_lines("fleet = \"fleet.toml\"\n", certificate_authority, directory)
     }
 
     pub(crate) fn start_without_fleet(directory: &Path) -> anyhow::Result<Self> {
-        Self::spawn("", None, directory)
+        Self::spawn_with_config_lines("", None, directory)
     }
 
-    fn spawn(
+    fn spawn_with_config_lines(
         config_lines: &str,
         certificate_authority: Option<TestCertificateAuthority>,
         directory: &Path,
@@ -98,7 +98,7 @@ impl ControllerProcess {
         let config_path = directory.join("controller.toml");
         let tls_table = certificate_authority
             .as_ref()
-            .map(|authority| authority.issue_as_tls_table(FleetRole::Controller, "controller"))
+            .map(|authority| authority.issue_certificate_as_toml(FleetRole::Controller, "controller"))
             .transpose()?;
         std::fs::write(
             &config_path,
@@ -140,7 +140,7 @@ impl ControllerProcess {
         Ok(self
             .certificate_authority
             .as_ref()
-            .map(|authority| authority.issue_as_tls_table(role, name))
+            .map(|authority| authority.issue_certificate_as_toml(role, name))
             .transpose()?
             .unwrap_or_default())
     }
@@ -150,20 +150,20 @@ impl ControllerProcess {
         self.wait_until_listening().await?;
         let credential_files =
             self.certificate_authority.as_ref().map(|authority| authority.issue_certificate(role, name)).transpose()?;
-        let tls = credential_files.map(ReloadableCredentials::load_from_files).transpose()?;
+        let tls = credential_files.map(ReloadableTlsCredentials::load_from_files).transpose()?;
         let connector = GrpcConnector::new(self.grpc_address, tls.map(|tls| (tls, &[FleetRole::Controller][..])));
         let endpoint = Endpoint::from_shared(format!("http://{}", self.grpc_address))?;
         Ok(ControlClient::new(endpoint.connect_with_connector(connector).await?))
     }
 
     /// Waits until the controller listens, and returns an API client with an operator's token.
-    pub(crate) async fn operator_client(&mut self) -> anyhow::Result<ControllerClient> {
+    pub(crate) async fn connect_operator_client(&mut self) -> anyhow::Result<ControllerClient> {
         self.wait_until_listening().await?;
         ControllerClient::new(self.api_address.into(), &self.token_path)
     }
 
     pub(crate) async fn fetch_status(&mut self) -> anyhow::Result<Status> {
-        self.operator_client().await?.status(false).await
+        self.connect_operator_client().await?.status(false).await
     }
 
     /// Returns the controller process's user and kernel CPU time (s), from fields 14 and 15 of its stat file (proc(5)).
@@ -179,11 +179,11 @@ impl ControllerProcess {
     }
 
     pub(crate) fn resident_mib(&self) -> anyhow::Result<u64> {
-        self.memory_mib_from_status("VmRSS:")
+        self.read_status_memory_mib("VmRSS:")
     }
 
     /// Returns the value (MiB) of the line that starts with `prefix` in the controller's /proc/PID/status (proc(5)).
-    pub(crate) fn memory_mib_from_status(&self, prefix: &str) -> anyhow::Result<u64> {
+    pub(crate) fn read_status_memory_mib(&self, prefix: &str) -> anyhow::Result<u64> {
         let proc_status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
         let status_line =
             proc_status.lines().find_map(|line| line.strip_prefix(prefix)).with_context(|| format!("no {prefix}"))?;
@@ -218,7 +218,7 @@ pub(crate) async fn subscribe_to_tables(
 }
 
 /// Receives placement tables until the controller ends. Returns all arrival times, and the last table's size in bytes.
-pub(crate) async fn receive_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
+pub(crate) async fn receive_tables_until_end(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
     let (mut arrival_times, mut table_bytes) = (Vec::new(), 0);
     while let Ok(Some(update)) = updates.message().await {
         if let Some(dataplane_update::Update::Table(bytes)) = update.update {

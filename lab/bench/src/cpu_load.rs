@@ -8,9 +8,9 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::cpus::{self, THIS_THREAD};
-use crate::namespace::{self, run_ip_command, run_script_with_sysfs};
-use crate::report::{BenchReport, ReportTable, TableCell};
+use crate::cpus::{self, CALLING_THREAD_PID};
+use crate::namespace::{self, run_ip_command, run_script_with_namespace_sysfs};
+use crate::report::{BenchReport, ReportTable, ReportTableCell};
 use crate::run_time::enable_run_time_statistics;
 use crate::xdp::throughput::wire::{LOAD_BALANCER_MAC, NapiThread, VethPair};
 use crate::xdp::{median_of_rounds, quartile_range_text};
@@ -46,31 +46,35 @@ const RECEIVER_CPU: usize = 1;
 const UNREAD_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
 /// Way in which packets are sent to the receiving CPU and processed there.
-struct ReceiveCase {
+struct PacketReceiveCase {
     name: &'static str,
     uses_threaded_napi: bool,
     /// Number of datagrams in a burst, and the pause after each burst.
     burst_size_and_pause: (usize, Duration),
 }
 
-const RECEIVE_CASES: [ReceiveCase; 5] = [
-    ReceiveCase { name: "no packets", uses_threaded_napi: false, burst_size_and_pause: (0, Duration::from_millis(1)) },
-    ReceiveCase {
+const RECEIVE_CASES: [PacketReceiveCase; 5] = [
+    PacketReceiveCase {
+        name: "no packets",
+        uses_threaded_napi: false,
+        burst_size_and_pause: (0, Duration::from_millis(1)),
+    },
+    PacketReceiveCase {
         name: "softirq, bursts of 16",
         uses_threaded_napi: false,
         burst_size_and_pause: (16, Duration::from_micros(50)),
     },
-    ReceiveCase {
+    PacketReceiveCase {
         name: "softirq, bursts of 128",
         uses_threaded_napi: false,
         burst_size_and_pause: (128, Duration::from_micros(50)),
     },
-    ReceiveCase {
+    PacketReceiveCase {
         name: "softirq, ksoftirqd, no pause",
         uses_threaded_napi: false,
         burst_size_and_pause: (64, Duration::ZERO),
     },
-    ReceiveCase {
+    PacketReceiveCase {
         name: "threaded NAPI, bursts of 128",
         uses_threaded_napi: true,
         burst_size_and_pause: (128, Duration::from_micros(50)),
@@ -84,7 +88,7 @@ pub fn run_cpu_load_bench(args: &CpuLoadBenchArgs) -> anyhow::Result<BenchReport
         cpu_count > RECEIVER_CPU,
         "coreward-lab bench cpu-load: one CPU sends, another receives: expected 2 CPUs, this has {cpu_count}"
     );
-    namespace::measure_in_thread("cpu-load", args, measure_cpu_load)
+    namespace::run_measurement_in_new_thread("cpu-load", args, measure_cpu_load)
 }
 
 fn measure_cpu_load(args: &CpuLoadBenchArgs) -> anyhow::Result<BenchReport> {
@@ -103,8 +107,8 @@ fn measure_cpu_load(args: &CpuLoadBenchArgs) -> anyhow::Result<BenchReport> {
         ReportTable::new(&["packets by", "program, ns", "empty, ns", "above empty, ns", "CPU of it, %"]);
     for case in RECEIVE_CASES {
         let windows = measure_receive_case(&case, args)?;
-        load_table.add_row(load_row(case.name, &windows));
-        cost_table.add_row(cost_row(case.name, &windows));
+        load_table.add_row(cpu_load_row(case.name, &windows));
+        cost_table.add_row(program_cost_row(case.name, &windows));
     }
     let CpuLoadBenchArgs { windows, window_ms } = args;
     Ok(BenchReport {
@@ -125,15 +129,15 @@ fn measure_cpu_load(args: &CpuLoadBenchArgs) -> anyhow::Result<BenchReport> {
 }
 
 /// Measured load of the receiving CPU (% of one CPU) in one window, with the cost of the measurement.
-struct LoadWindow {
+struct CpuLoadWindow {
     measured_load_pct: f64,
     kernel_load: KernelCpuLoad,
-    events_per_second: f64,
+    kernel_events_per_second: f64,
     program_ns_per_event: f64,
     empty_program_ns_per_event: f64,
 }
 
-impl LoadWindow {
+impl CpuLoadWindow {
     /// Returns how far (percentage points) the measured load is outside the kernel's range, which is the busy time
     /// without and with stolen time. The result is negative below the range.
     fn distance_from_kernel_load_pct(&self) -> f64 {
@@ -142,16 +146,16 @@ impl LoadWindow {
     }
 }
 
-fn values_by_window(windows: &[LoadWindow], to_value: fn(&LoadWindow) -> f64) -> Vec<f64> {
+fn values_by_window(windows: &[CpuLoadWindow], to_value: fn(&CpuLoadWindow) -> f64) -> Vec<f64> {
     windows.iter().map(to_value).collect()
 }
 
-fn median_of_windows(windows: &[LoadWindow], to_value: fn(&LoadWindow) -> f64) -> f64 {
+fn median_of_windows(windows: &[CpuLoadWindow], to_value: fn(&CpuLoadWindow) -> f64) -> f64 {
     median_of_rounds(&values_by_window(windows, to_value))
 }
 
-fn load_row(case_name: &str, windows: &[LoadWindow]) -> [TableCell; 8] {
-    let distances_pct = values_by_window(windows, LoadWindow::distance_from_kernel_load_pct);
+fn cpu_load_row(case_name: &str, windows: &[CpuLoadWindow]) -> [ReportTableCell; 8] {
+    let distances_pct = values_by_window(windows, CpuLoadWindow::distance_from_kernel_load_pct);
     [
         case_name.into(),
         median_of_windows(windows, |window| window.measured_load_pct).into(),
@@ -159,16 +163,16 @@ fn load_row(case_name: &str, windows: &[LoadWindow]) -> [TableCell; 8] {
         median_of_windows(windows, |window| window.kernel_load.stolen_pct).into(),
         median_of_rounds(&distances_pct).into(),
         quartile_range_text(&distances_pct).into(),
-        median_of_windows(windows, |window| window.kernel_load.all_states_pct).into(),
-        (median_of_windows(windows, |window| window.events_per_second) as u64).into(),
+        median_of_windows(windows, |window| window.kernel_load.sum_over_states_pct).into(),
+        (median_of_windows(windows, |window| window.kernel_events_per_second) as u64).into(),
     ]
 }
 
-fn cost_row(case_name: &str, windows: &[LoadWindow]) -> [TableCell; 5] {
+fn program_cost_row(case_name: &str, windows: &[CpuLoadWindow]) -> [ReportTableCell; 5] {
     let program_ns_per_event = median_of_windows(windows, |window| window.program_ns_per_event);
     let empty_program_ns_per_event = median_of_windows(windows, |window| window.empty_program_ns_per_event);
     let program_cpu_pct =
-        median_of_windows(windows, |window| window.events_per_second * window.program_ns_per_event / 1e7);
+        median_of_windows(windows, |window| window.kernel_events_per_second * window.program_ns_per_event / 1e7);
     [
         case_name.into(),
         program_ns_per_event.into(),
@@ -178,20 +182,20 @@ fn cost_row(case_name: &str, windows: &[LoadWindow]) -> [TableCell; 5] {
     ]
 }
 
-fn measure_receive_case(case: &ReceiveCase, args: &CpuLoadBenchArgs) -> anyhow::Result<Vec<LoadWindow>> {
+fn measure_receive_case(case: &PacketReceiveCase, args: &CpuLoadBenchArgs) -> anyhow::Result<Vec<CpuLoadWindow>> {
     namespace::enter_new_network_namespace()?;
     let veth_pair = VethPair::new(0)?;
-    let _napi_thread = set_receiving_cpu(&veth_pair, RECEIVER_CPU, case.uses_threaded_napi)?;
+    let _napi_thread = configure_receiving_cpu(&veth_pair, RECEIVER_CPU, case.uses_threaded_napi)?;
     let busy_time_counter = CpuBusyTimeCounter::start()?;
     let mut skeleton_storage = MaybeUninit::uninit();
     let mut empty_programs = skeleton::EmptyTracepointSkelBuilder::default().open(&mut skeleton_storage)?.load()?;
     empty_programs.attach()?;
     let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let sender = scope.spawn(|| send_bursts(case.burst_size_and_pause, &should_stop));
+        let sender = scope.spawn(|| send_datagram_bursts(case.burst_size_and_pause, &should_stop));
         std::thread::sleep(Duration::from_millis(200));
         let windows = (0..args.windows)
-            .map(|_| measure_window(&busy_time_counter, Duration::from_millis(args.window_ms)))
+            .map(|_| measure_load_window(&busy_time_counter, Duration::from_millis(args.window_ms)))
             .collect();
         should_stop.store(true, Ordering::Relaxed);
         sender.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
@@ -199,7 +203,7 @@ fn measure_receive_case(case: &ReceiveCase, args: &CpuLoadBenchArgs) -> anyhow::
     })
 }
 
-fn measure_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> anyhow::Result<LoadWindow> {
+fn measure_load_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> anyhow::Result<CpuLoadWindow> {
     let (start, kernel_ticks_before, busy_ns_before, run_times_before) = (
         Instant::now(),
         ReceiverCpuTicks::read_proc_stat()?,
@@ -224,16 +228,16 @@ fn measure_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> a
         }
     }
     ensure!(event_count > 0, "no events in {length:?}");
-    Ok(LoadWindow {
+    Ok(CpuLoadWindow {
         measured_load_pct: receiver_busy_ns as f64 / seconds / 1e7,
         kernel_load: KernelCpuLoad::from_ticks(kernel_ticks, seconds),
-        events_per_second: event_count as f64 / seconds,
+        kernel_events_per_second: event_count as f64 / seconds,
         program_ns_per_event: run_ns_sum as f64 / event_count as f64,
         empty_program_ns_per_event: empty_ns,
     })
 }
 
-struct ProgramRunTime {
+struct BpfProgramRunTime {
     program_name: String,
     run_count: u64,
     total_run_ns: u64,
@@ -241,7 +245,7 @@ struct ProgramRunTime {
 
 /// Returns the run times of all BPF programs that have the measured programs' names, by program ID. They include the
 /// programs of an agent that runs on this machine.
-fn run_times_by_program_id() -> HashMap<u32, ProgramRunTime> {
+fn run_times_by_program_id() -> HashMap<u32, BpfProgramRunTime> {
     const MEASURED_PROGRAM_NAMES: [&str; 6] =
         ["task_switch", "interrupt_begin", "interrupt_ends", "softirq_begins", "softirq_ends", "empty_softirq"];
     let run_time_if_measured = |info: libbpf_rs::query::ProgramInfo| {
@@ -249,15 +253,19 @@ fn run_times_by_program_id() -> HashMap<u32, ProgramRunTime> {
         // The kernel keeps only 15 characters of a name.
         MEASURED_PROGRAM_NAMES.contains(&&name[..]).then_some((
             info.id,
-            ProgramRunTime { program_name: name, run_count: info.run_cnt, total_run_ns: info.run_time_ns },
+            BpfProgramRunTime { program_name: name, run_count: info.run_cnt, total_run_ns: info.run_time_ns },
         ))
     };
     ProgInfoIter::default().filter_map(run_time_if_measured).collect()
 }
 
 /// Makes `cpu` process the packets to [`UNREAD_DESTINATION`], either in a NAPI thread or by RPS.
-fn set_receiving_cpu(veth_pair: &VethPair, cpu: usize, uses_threaded_napi: bool) -> anyhow::Result<Option<NapiThread>> {
-    let VethPair { generator_end, tested_end } = veth_pair;
+fn configure_receiving_cpu(
+    veth_pair: &VethPair,
+    cpu: usize,
+    uses_threaded_napi: bool,
+) -> anyhow::Result<Option<NapiThread>> {
+    let VethPair { generator_device_name: generator_end, tested_device_name: tested_end } = veth_pair;
     run_ip_command(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
     run_ip_command(&format!("neigh replace {UNREAD_DESTINATION} lladdr {LOAD_BALANCER_MAC} dev {generator_end}"))?;
     if uses_threaded_napi {
@@ -266,12 +274,15 @@ fn set_receiving_cpu(veth_pair: &VethPair, cpu: usize, uses_threaded_napi: bool)
         ensure!(status.success(), "ethtool -K {tested_end} gro on: {status}");
         return NapiThread::start(tested_end, cpu).map(Some);
     }
-    run_script_with_sysfs(&format!("echo {:x} > /sys/class/net/{tested_end}/queues/rx-0/rps_cpus", 1_u64 << cpu))?;
+    run_script_with_namespace_sysfs(&format!(
+        "echo {:x} > /sys/class/net/{tested_end}/queues/rx-0/rps_cpus",
+        1_u64 << cpu
+    ))?;
     Ok(None)
 }
 
-fn send_bursts((burst_size, pause): (usize, Duration), should_stop: &AtomicBool) -> anyhow::Result<()> {
-    cpus::bind_to_cpu(THIS_THREAD, SENDER_CPU)?;
+fn send_datagram_bursts((burst_size, pause): (usize, Duration), should_stop: &AtomicBool) -> anyhow::Result<()> {
+    cpus::bind_to_cpu(CALLING_THREAD_PID, SENDER_CPU)?;
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     while !should_stop.load(Ordering::Relaxed) {
         for _ in 0..burst_size {
@@ -310,13 +321,13 @@ struct KernelCpuLoad {
     not_idle_pct: f64,
     stolen_pct: f64,
     /// Sum of the times in all states, including idle, in % of the elapsed time.
-    all_states_pct: f64,
+    sum_over_states_pct: f64,
 }
 
 impl KernelCpuLoad {
     fn from_ticks(ReceiverCpuTicks(ticks): ReceiverCpuTicks, seconds: f64) -> Self {
         let [.., idle, iowait, _irq, _softirq, stolen_pct] = ticks.map(|ticks| ticks as f64 / seconds);
-        let all_states_pct = ticks.iter().sum::<u64>() as f64 / seconds;
-        Self { not_idle_pct: 100.0 - (idle + iowait).min(100.0), stolen_pct, all_states_pct }
+        let sum_over_states_pct = ticks.iter().sum::<u64>() as f64 / seconds;
+        Self { not_idle_pct: 100.0 - (idle + iowait).min(100.0), stolen_pct, sum_over_states_pct }
     }
 }

@@ -8,7 +8,7 @@ use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 
 /// Process ID 0, by which [`bind_to_cpu`] binds the calling thread.
-pub const THIS_THREAD: Pid = Pid::from_raw(0);
+pub const CALLING_THREAD_PID: Pid = Pid::from_raw(0);
 
 /// Returns the CPU time that the calling thread has used so far.
 pub fn thread_cpu_time() -> Duration {

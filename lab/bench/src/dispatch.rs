@@ -13,9 +13,9 @@ use std::path::PathBuf;
 
 use crate::namespace::{self, run_ip_command};
 use crate::report::{BenchReport, MeasurementGoal, ReportTable, goal_and_verdict_cells};
-use crate::run_time::{enable_run_time_statistics, run_ns_and_count};
+use crate::run_time::{enable_run_time_statistics, read_run_ns_and_count};
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::dispatch::{self, DispatchOptions, DispatchPolicy, DispatchPrograms, RequestType};
+use coreward_dataplane::dispatch::{self, DispatchOptions, DispatchPolicy, DispatchPrograms, PayloadRequestType};
 use coreward_dataplane::reuseport;
 use coreward_model::dispatch::OutstandingBoundsByClass;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -59,7 +59,7 @@ fn goal_for_policy(policy: &str, worker_count: usize) -> Option<MeasurementGoal>
 /// Measures the cost of the dispatch programs in a new thread, which enters its own network namespace. Fails without
 /// root.
 pub fn run_dispatch_bench(args: &DispatchBenchArgs) -> anyhow::Result<BenchReport> {
-    namespace::measure_in_thread("dispatch", args, measure_dispatch_programs)
+    namespace::run_measurement_in_new_thread("dispatch", args, measure_dispatch_programs)
 }
 
 fn measure_dispatch_programs(args: &DispatchBenchArgs) -> anyhow::Result<BenchReport> {
@@ -71,9 +71,9 @@ fn measure_dispatch_programs(args: &DispatchBenchArgs) -> anyhow::Result<BenchRe
         ReportTable::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
     for worker_count in WORKER_COUNTS {
         let services = start_services(worker_count)?;
-        let run_ns_by_service_and_round = measure_selection_run_times(&services, args)?;
+        let run_ns_by_service_and_round = measure_socket_selection_times(&services, args)?;
         if worker_count == WORKER_COUNTS[0] {
-            add_egress_rows(args, &services, &mut egress_table)?;
+            add_egress_cost_rows(args, &services, &mut egress_table)?;
         }
         add_policy_rows(worker_count, &run_ns_by_service_and_round, &mut dispatch_table);
     }
@@ -95,7 +95,7 @@ fn measure_dispatch_programs(args: &DispatchBenchArgs) -> anyhow::Result<BenchRe
 fn start_services(worker_count: usize) -> anyhow::Result<Vec<MeasuredDispatchService>> {
     let mut services = vec![
         MeasuredDispatchService::start_with_baseline(worker_count, BaselineSelectionProgram::LeaveToKernel)?,
-        MeasuredDispatchService::start_with_baseline(worker_count, BaselineSelectionProgram::SelectSocket)?,
+        MeasuredDispatchService::start_with_baseline(worker_count, BaselineSelectionProgram::SelectSameSocket)?,
     ];
     for policy in DispatchPolicy::all() {
         services.push(MeasuredDispatchService::start_with_policy(worker_count, policy)?);
@@ -105,7 +105,7 @@ fn start_services(worker_count: usize) -> anyhow::Result<Vec<MeasuredDispatchSer
 
 /// Measures all services one after the other in each round. Returns the run times per request (ns) of the programs that
 /// select sockets, by service, then by round.
-fn measure_selection_run_times(
+fn measure_socket_selection_times(
     services: &[MeasuredDispatchService],
     args: &DispatchBenchArgs,
 ) -> anyhow::Result<Vec<Vec<f64>>> {
@@ -140,7 +140,7 @@ fn add_policy_rows(worker_count: usize, run_ns_by_service_and_round: &[Vec<f64>]
 
 /// Adds a row with the egress program's cost for a response of the service, and a row with its cost for any other
 /// datagram.
-fn add_egress_rows(
+fn add_egress_cost_rows(
     args: &DispatchBenchArgs,
     services: &[MeasuredDispatchService],
     table: &mut ReportTable,
@@ -153,7 +153,7 @@ fn add_egress_rows(
     let (mut own_response_ns, mut other_datagram_ns, mut empty_program_ns) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..args.rounds {
         let run_ns_and_counts =
-            run_times_during(&programs, || services[jsq_index].measure_ns_per_request(args.requests))?;
+            measure_run_times_during(&programs, || services[jsq_index].measure_ns_per_request(args.requests))?;
         let ns_per_run: Vec<f64> = run_ns_and_counts.iter().map(|(total_ns, run_count)| total_ns / run_count).collect();
         // The sockets sent both the requests and the responses, but only the responses belong to the service.
         let response_count = f64::from(args.requests);
@@ -184,12 +184,12 @@ fn add_egress_rows(
 }
 
 /// Runs `work`. Returns the run time (ns) and the number of runs of each program in this time.
-fn run_times_during(
+fn measure_run_times_during(
     programs: &[&OwnedFd],
     work: impl FnOnce() -> anyhow::Result<f64>,
 ) -> anyhow::Result<Vec<(f64, f64)>> {
     let read_run_times =
-        || programs.iter().map(|program| run_ns_and_count(program.as_fd())).collect::<anyhow::Result<Vec<_>>>();
+        || programs.iter().map(|program| read_run_ns_and_count(program.as_fd())).collect::<anyhow::Result<Vec<_>>>();
     let run_times_before = read_run_times()?;
     work()?;
     let run_times = read_run_times()?.into_iter().zip(run_times_before);
@@ -202,7 +202,7 @@ enum BaselineSelectionProgram {
     /// Program that leaves the choice of the socket to the kernel.
     LeaveToKernel,
     /// Program that always selects the same socket.
-    SelectSocket,
+    SelectSameSocket,
 }
 
 /// Number of services with a baseline program, which precede the services with a policy.
@@ -213,7 +213,7 @@ struct MeasuredDispatchService {
     address: SocketAddr,
     worker_sockets: Vec<UdpSocket>,
     client_sockets: Vec<UdpSocket>,
-    select_program: OwnedFd,
+    selection_program: OwnedFd,
     /// BPF program that runs for each datagram that the sockets send.
     egress_program: OwnedFd,
     _egress_link: Option<Link>,
@@ -249,14 +249,14 @@ impl MeasuredDispatchService {
         let baseline_programs = skeleton::EmptyReuseportSkelBuilder::default().open(&mut skeleton_storage)?.load()?;
         let program = match baseline {
             BaselineSelectionProgram::LeaveToKernel => baseline_programs.progs.empty.as_fd(),
-            BaselineSelectionProgram::SelectSocket => {
+            BaselineSelectionProgram::SelectSameSocket => {
                 let socket_descriptor = (worker_sockets[0].as_raw_fd() as u64).to_ne_bytes();
                 baseline_programs.maps.only.update(&0u32.to_ne_bytes(), &socket_descriptor, MapFlags::ANY)?;
                 baseline_programs.progs.select_socket.as_fd()
             }
         };
         let select_program = program.try_clone_to_owned()?;
-        reuseport::attach_to_group(select_program.as_fd(), worker_sockets[0].as_fd())?;
+        reuseport::attach_to_reuseport_group(select_program.as_fd(), worker_sockets[0].as_fd())?;
         let egress_program = baseline_programs.progs.empty_egress.as_fd().try_clone_to_owned()?;
         let cgroup_directory = File::open(dispatch::cgroup2_mount_point()?)?;
         let egress_link = Some(baseline_programs.progs.empty_egress.attach_cgroup(cgroup_directory.as_raw_fd())?);
@@ -264,7 +264,7 @@ impl MeasuredDispatchService {
             address,
             worker_sockets,
             client_sockets: connect_clients(address)?,
-            select_program,
+            selection_program: select_program,
             egress_program,
             _egress_link: egress_link,
             programs_and_pin_directory: None,
@@ -274,8 +274,11 @@ impl MeasuredDispatchService {
     fn start_with_policy(worker_count: usize, policy: DispatchPolicy) -> anyhow::Result<Self> {
         let (address, worker_sockets) = Self::bind_worker_sockets(worker_count)?;
         let uses_request_types = matches!(policy, DispatchPolicy::LightestQueue | DispatchPolicy::RankedQueue);
-        let long_request_type =
-            RequestType { payload_value: *b"l\0\0\0\0\0\0\0", payload_mask: *b"\xff\0\0\0\0\0\0\0", priority_class: 1 };
+        let long_request_type = PayloadRequestType {
+            payload_value: *b"l\0\0\0\0\0\0\0",
+            payload_mask: *b"\xff\0\0\0\0\0\0\0",
+            priority_class: 1,
+        };
         let options = DispatchOptions {
             service_address: address,
             policy,
@@ -294,14 +297,14 @@ impl MeasuredDispatchService {
         dispatch_programs.attach_to_socket_group(worker_sockets[0].as_fd())?;
         dispatch_programs
             .set_request_limits(|workers| OutstandingBoundsByClass::with_reserved_cores(workers, 2, 1, 4, 0));
-        let select_program = dispatch_programs.select_program().try_clone_to_owned()?;
+        let select_program = dispatch_programs.selection_program_fd().try_clone_to_owned()?;
         let egress_program = dispatch_programs.response_program_fd().try_clone_to_owned()?;
         let (client_sockets, dispatch_and_pins) = (connect_clients(address)?, Some((dispatch_programs, pin_directory)));
         Ok(Self {
             address,
             worker_sockets,
             client_sockets,
-            select_program,
+            selection_program: select_program,
             egress_program,
             _egress_link: None,
             programs_and_pin_directory: dispatch_and_pins,
@@ -311,7 +314,7 @@ impl MeasuredDispatchService {
     /// Sends and answers `request_count` requests. Returns the mean run time of the program that selects the socket
     /// (ns).
     fn measure_ns_per_request(&self, request_count: u32) -> anyhow::Result<f64> {
-        let run_time_before = run_ns_and_count(self.select_program.as_fd())?;
+        let run_time_before = read_run_ns_and_count(self.selection_program.as_fd())?;
         for burst_start in (0..request_count).step_by(MAX_OUTSTANDING_REQUESTS as usize) {
             for request_index in burst_start..request_count.min(burst_start + MAX_OUTSTANDING_REQUESTS) {
                 let payload = if request_index % 4 == 0 { b"long request" } else { b"a short one " };
@@ -319,7 +322,7 @@ impl MeasuredDispatchService {
             }
             self.answer_waiting_requests();
         }
-        let run_time_after = run_ns_and_count(self.select_program.as_fd())?;
+        let run_time_after = read_run_ns_and_count(self.selection_program.as_fd())?;
         let run_count = run_time_after.1 - run_time_before.1;
         ensure!(
             run_count >= u64::from(request_count) / 2,
@@ -329,7 +332,7 @@ impl MeasuredDispatchService {
         if let Some((dispatch_programs, _)) = &self.programs_and_pin_directory {
             let used_worker_count = dispatch_programs
                 .ledger()
-                .worker_counts()
+                .worker_request_counts()
                 .iter()
                 .filter(|worker| worker.dispatched_requests > 0)
                 .count();

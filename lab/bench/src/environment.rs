@@ -9,7 +9,7 @@ use anyhow::Context as _;
 pub const CARGO_PROFILE: &str = env!("COREWARD_PROFILE");
 
 /// Returns a sentence with the date, commit, cargo profile, machine and kernel of a measurement.
-pub fn describe_measurement() -> String {
+pub fn describe_measurement_environment() -> String {
     let cpu_count = std::thread::available_parallelism().map_or(0, usize::from);
     let cpu_info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let cpu_model =
@@ -28,7 +28,7 @@ pub fn describe_measurement() -> String {
 /// Meter of the machine's load from other processes and other guests during a run.
 pub struct BackgroundLoadMeter {
     /// Load average over the last minute before the run, as in /proc/loadavg.
-    load_average: String,
+    load_average_at_start: String,
     cpu_times_at_start: TotalCpuTicks,
 }
 
@@ -37,13 +37,13 @@ impl BackgroundLoadMeter {
     pub fn start() -> anyhow::Result<Self> {
         let loadavg_line = fs::read_to_string("/proc/loadavg").context("/proc/loadavg")?;
         let load_average = loadavg_line.split_whitespace().next().context("/proc/loadavg is empty")?.to_owned();
-        Ok(Self { load_average, cpu_times_at_start: TotalCpuTicks::read_proc_stat()? })
+        Ok(Self { load_average_at_start: load_average, cpu_times_at_start: TotalCpuTicks::read_proc_stat()? })
     }
 
     /// Returns a sentence with the background load before and during the run. Fails without /proc.
     pub fn describe_background_load(&self) -> anyhow::Result<String> {
         let stolen_pct = TotalCpuTicks::read_proc_stat()?.stolen_cpu_pct_since(&self.cpu_times_at_start);
-        let load_average = &self.load_average;
+        let load_average = &self.load_average_at_start;
         Ok(format!(
             "The load average before the run was {load_average}. During the run the hypervisor gave {stolen_pct:.1} % \
              of the CPU time to other guests (steal)."
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn measurement_description_names_cargo_profile_and_kernel() {
-        let description = describe_measurement();
+        let description = describe_measurement_environment();
         assert!(
             description.contains(&format!("profile {CARGO_PROFILE}")) && description.contains("Linux "),
             "{description}"

@@ -92,7 +92,8 @@ pub(crate) struct FakeAgent {
 
 impl FakeAgent {
     pub(crate) fn new(agent: u32, cores: u16, report_interval: Duration) -> Self {
-        let balanced_table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
+        let balanced_table =
+            IndirectionTable::draw_balanced_entries(agent.into(), 128, cores).expect("128 is a power of two");
         let indirection_table = balanced_table.queue_by_entry().iter().map(|queue| u32::from(*queue)).collect();
         let rss_settings =
             v1::Rss { source: "ethtool".into(), key: vec![0x6d; 40], indirection_table, input_transform: 0 };
@@ -107,7 +108,7 @@ impl FakeAgent {
     }
 
     /// Restarts the sequence numbers, so that the next report is the first one of a new stream.
-    pub(crate) fn restart_sequence(&mut self) {
+    pub(crate) fn restart_sequence_numbers(&mut self) {
         self.last_sequence_number = 0;
     }
 
@@ -118,7 +119,7 @@ impl FakeAgent {
             *busy_ns += u64::from(uniform_below(&mut self.random_generator, report_interval_ns));
         }
         let without_details = !(self.last_sequence_number - 1).is_multiple_of(REPORTS_PER_DETAILED_REPORT);
-        let counters = if without_details { HashMap::new() } else { self.report_counter_values() };
+        let counters = if without_details { HashMap::new() } else { self.current_counter_values() };
         v1::Report {
             sequence: self.last_sequence_number,
             sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64,
@@ -143,10 +144,10 @@ impl FakeAgent {
     /// Returns the next report. It always has all details, which otherwise only every tenth report has.
     pub(crate) fn create_detailed_report(&mut self) -> v1::Report {
         let report = self.create_next_report();
-        v1::Report { counters: self.report_counter_values(), without_details: false, ..report }
+        v1::Report { counters: self.current_counter_values(), without_details: false, ..report }
     }
 
-    fn report_counter_values(&self) -> HashMap<String, u64> {
+    fn current_counter_values(&self) -> HashMap<String, u64> {
         let counter_names = SERVER_COUNTER_NAMES.iter().chain(&STEER_COUNTER_NAMES);
         counter_names.map(|name| ((*name).to_owned(), self.last_sequence_number * 1000)).collect()
     }

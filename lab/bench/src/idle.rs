@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::namespace::{self, run_ip_command};
 use crate::report::{BenchReport, ReportTable};
-use crate::run_time::{enable_run_time_statistics, run_ns_and_count};
+use crate::run_time::{enable_run_time_statistics, read_run_ns_and_count};
 use crate::xdp::{median_of_rounds, quartile_range_text};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::server::{ServerProgramOptions, ServerPrograms};
@@ -20,7 +20,7 @@ use coreward_dataplane::tc::PacketDirection;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{ServerId, ServiceAddress};
 use nix::sys::resource::{Resource, getrlimit};
 
@@ -46,19 +46,19 @@ const SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const LOOPBACK_INTERFACE_INDEX: u32 = 1;
 const CONNECTIONS_PER_IDLE_CONNECTION: usize = 100;
 /// Time without packets after which a connection is idle. It is longer than MAX_STEP_MS of bpf/include/server.h.
-const IDLE_TIME: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
+const CONNECTION_IDLE_TIME: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
 /// Time between two requests on a connection that is not idle.
 const BUSY_REQUEST_INTERVAL: Duration = Duration::from_secs(5);
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of open files that are not connections, such as BPF maps, programs and the listener.
-const OTHER_OPEN_FILE_COUNT: u64 = 100;
+const NON_CONNECTION_FILE_COUNT: u64 = 100;
 
 /// Sockets of client and server of one connection.
 struct ConnectionSockets(TcpStream, TcpStream);
 
 impl ConnectionSockets {
     /// Sends a request of one byte, and then its response of one byte.
-    fn exchange_request(&self) -> anyhow::Result<()> {
+    fn exchange_request_and_response(&self) -> anyhow::Result<()> {
         let Self(client, server) = self;
         for (mut sender, mut receiver) in [(client, server), (server, client)] {
             sender.write_all(b"?")?;
@@ -84,7 +84,7 @@ impl AttachedServerPrograms {
             &FleetCookieKeys { keys: cookie_keys, current_key_index: CookieKeyIndex::First },
             monotonic_now_ms()?.wrapping_sub(1_000),
         );
-        let address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
+        let address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: TransportProtocol::Tcp };
         server_programs.set_services(&[(address, ServerId::try_from(1)?, ServiceSettings::default())])?;
         Ok(programs)
     }
@@ -93,7 +93,7 @@ impl AttachedServerPrograms {
         self.0.as_ref().expect("attached until it is dropped")
     }
 
-    fn clamped_packet_count(&self) -> u64 {
+    fn paws_clamped_packet_count(&self) -> u64 {
         self.server_programs().counter(intf::SERVER_COUNTER_TSVAL_CLAMPED)
     }
 
@@ -101,7 +101,7 @@ impl AttachedServerPrograms {
     fn ingress_and_egress_run_ns(&self) -> anyhow::Result<[u64; 2]> {
         let [ingress_program, egress_program] = [PacketDirection::Ingress, PacketDirection::Egress]
             .map(|direction| self.server_programs().program_for_direction(direction));
-        Ok([run_ns_and_count(ingress_program)?.0, run_ns_and_count(egress_program)?.0])
+        Ok([read_run_ns_and_count(ingress_program)?.0, read_run_ns_and_count(egress_program)?.0])
     }
 }
 
@@ -122,7 +122,7 @@ fn monotonic_now_ms() -> anyhow::Result<u32> {
 
 /// Runs the bench of idle connections in a new thread, which enters its own network namespace. Fails without root.
 pub fn run_idle_bench(args: &IdleBenchArgs) -> anyhow::Result<BenchReport> {
-    namespace::measure_in_thread("idle", args, measure_idle_connections)
+    namespace::run_measurement_in_new_thread("idle", args, measure_idle_connections)
 }
 
 fn measure_idle_connections(args: &IdleBenchArgs) -> anyhow::Result<BenchReport> {
@@ -137,16 +137,16 @@ fn measure_idle_connections(args: &IdleBenchArgs) -> anyhow::Result<BenchReport>
         ReportTable::new(&["idle", "ingress, ns per request", "quartiles", "egress, ns per request", "quartiles "]);
     let idle_start = Instant::now();
     let (idle_connections, busy_connections) = connections.split_at(idle_connection_count);
-    measure_idle_case("none", &programs, busy_connections, args.rounds, &mut table)?;
-    while idle_start.elapsed() < IDLE_TIME {
-        std::thread::sleep(BUSY_REQUEST_INTERVAL.min(IDLE_TIME.saturating_sub(idle_start.elapsed())));
-        busy_connections.iter().try_for_each(ConnectionSockets::exchange_request)?;
+    measure_and_add_cost_row("none", &programs, busy_connections, args.rounds, &mut table)?;
+    while idle_start.elapsed() < CONNECTION_IDLE_TIME {
+        std::thread::sleep(BUSY_REQUEST_INTERVAL.min(CONNECTION_IDLE_TIME.saturating_sub(idle_start.elapsed())));
+        busy_connections.iter().try_for_each(ConnectionSockets::exchange_request_and_response)?;
     }
     wake_idle_connections(&programs, idle_connections)?;
-    measure_idle_case("1 %", &programs, busy_connections, args.rounds, &mut table)?;
-    std::thread::sleep(IDLE_TIME);
+    measure_and_add_cost_row("1 %", &programs, busy_connections, args.rounds, &mut table)?;
+    std::thread::sleep(CONNECTION_IDLE_TIME);
     wake_idle_connections(&programs, &connections)?;
-    measure_idle_case("all", &programs, &connections[idle_connection_count..], args.rounds, &mut table)?;
+    measure_and_add_cost_row("all", &programs, &connections[idle_connection_count..], args.rounds, &mut table)?;
     Ok(BenchReport {
         name: "idle",
         heading: "Idle connections",
@@ -168,7 +168,7 @@ fn measure_idle_connections(args: &IdleBenchArgs) -> anyhow::Result<BenchReport>
 fn require_open_file_limit(connection_count: u32) -> anyhow::Result<()> {
     coreward_control_server::server::raise_open_file_limit();
     let (file_limit, needed_file_count) =
-        (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(connection_count) + OTHER_OPEN_FILE_COUNT);
+        (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(connection_count) + NON_CONNECTION_FILE_COUNT);
     ensure!(
         needed_file_count <= file_limit,
         "{connection_count} connections need {needed_file_count} open files, but the limit is {file_limit}: raise the \
@@ -194,7 +194,7 @@ fn open_connections(connection_count: u32) -> anyhow::Result<Vec<ConnectionSocke
             stream.set_nodelay(true)?;
         }
         let connection = ConnectionSockets(client, server);
-        connection.exchange_request()?;
+        connection.exchange_request_and_response()?;
         Ok(connection)
     };
     (0..connection_count).map(open_connection).collect()
@@ -206,9 +206,9 @@ fn wake_idle_connections(
     programs: &AttachedServerPrograms,
     idle_connections: &[ConnectionSockets],
 ) -> anyhow::Result<()> {
-    let clamped_packet_count_before = programs.clamped_packet_count();
-    idle_connections.iter().try_for_each(ConnectionSockets::exchange_request)?;
-    let clamped_packet_count = programs.clamped_packet_count() - clamped_packet_count_before;
+    let clamped_packet_count_before = programs.paws_clamped_packet_count();
+    idle_connections.iter().try_for_each(ConnectionSockets::exchange_request_and_response)?;
+    let clamped_packet_count = programs.paws_clamped_packet_count() - clamped_packet_count_before;
     ensure!(
         clamped_packet_count >= idle_connections.len() as u64,
         "{} connections were idle, {clamped_packet_count} packets are held",
@@ -217,7 +217,7 @@ fn wake_idle_connections(
     Ok(())
 }
 
-fn measure_idle_case(
+fn measure_and_add_cost_row(
     name: &str,
     programs: &AttachedServerPrograms,
     busy_connections: &[ConnectionSockets],
@@ -227,7 +227,7 @@ fn measure_idle_case(
     let mut run_ns_by_direction = [Vec::new(), Vec::new()];
     for _ in 0..rounds {
         let run_ns_before = programs.ingress_and_egress_run_ns()?;
-        busy_connections.iter().try_for_each(ConnectionSockets::exchange_request)?;
+        busy_connections.iter().try_for_each(ConnectionSockets::exchange_request_and_response)?;
         let run_ns_after = programs.ingress_and_egress_run_ns()?;
         for (ns_by_round, (ns_before, ns_after)) in
             run_ns_by_direction.iter_mut().zip(run_ns_before.into_iter().zip(run_ns_after))

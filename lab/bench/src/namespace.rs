@@ -14,7 +14,7 @@ pub fn enter_new_network_namespace() -> anyhow::Result<()> {
 
 /// Runs `measure` in a new thread, so that it may enter another network namespace or bind itself to a CPU. Fails
 /// without root.
-pub fn measure_in_thread<A: Clone + Send + 'static>(
+pub fn run_measurement_in_new_thread<A: Clone + Send + 'static>(
     bench: &str,
     args: &A,
     measure: fn(&A) -> anyhow::Result<BenchReport>,
@@ -26,7 +26,7 @@ pub fn measure_in_thread<A: Clone + Send + 'static>(
 
 /// Runs a shell script that sees the /sys of the calling thread's network namespace, and returns its output. Fails when
 /// /sys cannot be mounted, or the script fails.
-pub fn run_script_with_sysfs(script: &str) -> anyhow::Result<String> {
+pub fn run_script_with_namespace_sysfs(script: &str) -> anyhow::Result<String> {
     // /sys shows the network namespace in which it was mounted.
     let script = format!("mount -t sysfs none /sys && {script}");
     let output = Command::new("unshare").args(["--mount", "sh", "-c", &script]).output().context("unshare(1)")?;

@@ -13,19 +13,22 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use coreward_model::dispatch::{
-    FirstEligibleOutConfig, JoinBoundedShortestRankedQueue, Lambda, LoadHint, RankArrays, RankRule, RankedService,
+    CoreRankRule, FirstEligibleOutConfig, JoinBoundedShortestRankedQueue, LoadHint, RankArrays, RankLambda,
+    RankedService,
 };
 use coreward_model::statistics::median;
 use coreward_orchestrator::engine::{DispatchEngine, DispatchEngineConfig, EngineServiceConfig};
 use coreward_runtime::core_queues::CoreQueues;
 use coreward_runtime::layout::SegmentGeometry;
-use coreward_runtime::message::HintMessage;
-use coreward_runtime::serve::{HandlerContext, HandlerRequest, ReplyAction, RequestHandler, ServeOptions};
+use coreward_runtime::message::LoadHintMessage;
+use coreward_runtime::serve::{HandlerContext, HandlerReplyAction, HandlerRequest, RequestHandler, ServeOptions};
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
-use coreward_runtime::{RuntimeError, ServiceEntry};
+use coreward_runtime::{RuntimeError, SegmentServiceEntry};
 
-use crate::cpus::{THIS_THREAD, bind_to_cpu};
-use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_and_verdict_cells, median_min_max};
+use crate::cpus::{CALLING_THREAD_PID, bind_to_cpu};
+use crate::report::{
+    BenchReport, MeasurementGoal, ReportTable, ReportTableCell, goal_and_verdict_cells, median_min_max,
+};
 
 /// Options of `coreward-lab bench orchestrate`.
 #[derive(Debug, Clone, clap::Args)]
@@ -45,7 +48,7 @@ impl Default for OrchestrateBenchArgs {
 }
 
 const SERVICE_COUNT: u8 = 2;
-const MAX_OUTSTANDING_PER_CORE: NonZeroU16 = NonZeroU16::new(4).unwrap();
+const MAX_OUTSTANDING_REQUESTS_PER_CORE: NonZeroU16 = NonZeroU16::new(4).unwrap();
 const REQUEST_PAYLOAD: [u8; 16] = [7; 16];
 const ORCHESTRATOR_AND_WORKER_CPU: [usize; 2] = [0, 1];
 
@@ -53,22 +56,24 @@ const ORCHESTRATOR_AND_WORKER_CPU: [usize; 2] = [0, 1];
 /// be created.
 pub fn run_orchestrate_bench(args: &OrchestrateBenchArgs) -> anyhow::Result<BenchReport> {
     // A new thread is used, because the caller must not stay bound to one CPU.
-    std::thread::scope(|scope| scope.spawn(|| measure_orchestrator_paths(args)).join().expect("the measuring thread"))
+    std::thread::scope(|scope| {
+        scope.spawn(|| measure_orchestrator_performance(args)).join().expect("the measuring thread")
+    })
 }
 
-fn measure_orchestrator_paths(args: &OrchestrateBenchArgs) -> anyhow::Result<BenchReport> {
-    bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[0])?;
+fn measure_orchestrator_performance(args: &OrchestrateBenchArgs) -> anyhow::Result<BenchReport> {
+    bind_to_cpu(CALLING_THREAD_PID, ORCHESTRATOR_AND_WORKER_CPU[0])?;
     let tables = vec![measure_operation_rates(args)?, measure_round_trips(args)?, measure_udp_servers(args)?];
     Ok(BenchReport {
         name: "orchestrate",
         heading: "Requests to cores through shared memory",
         method_description: format!(
             "The orchestrator distributes requests by RingLeader's JBSRQ (join bounded shortest ranked queue) and FEO \
-             (first eligible out). There are {SERVICE_COUNT} services, up to {MAX_OUTSTANDING_PER_CORE} outstanding \
-             requests per core, and {} bytes of payload. Only the last table uses sockets, for {} cores. The \
-             orchestrator runs on CPU {}, and all workers share a thread on CPU {}. If the workers are slower than the \
-             orchestrator, they limit the rate. A decision consists of sending a request to a core and processing the \
-             core's feedback. Values are medians of {} rounds with {} operations per case.",
+             (first eligible out). There are {SERVICE_COUNT} services, up to {MAX_OUTSTANDING_REQUESTS_PER_CORE} \
+             outstanding requests per core, and {} bytes of payload. Only the last table uses sockets, for {} cores. \
+             The orchestrator runs on CPU {}, and all workers share a thread on CPU {}. If the workers are slower than \
+             the orchestrator, they limit the rate. A decision consists of sending a request to a core and processing \
+             the core's feedback. Values are medians of {} rounds with {} operations per case.",
             REQUEST_PAYLOAD.len(),
             sockets::CORE_COUNT,
             ORCHESTRATOR_AND_WORKER_CPU[0],
@@ -87,7 +92,7 @@ fn measure_operation_rates(args: &OrchestrateBenchArgs) -> anyhow::Result<Report
     let mut add_rate_row = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
         let millions_per_second = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
         let (median_rate, [median_cell, min_cell, max_cell, ns_cell]) =
-            rate_median_and_cells(&millions_per_second, 1e3);
+            build_rate_cells_with_median(&millions_per_second, 1e3);
         let [goal_cell, verdict_cell] = goal_and_verdict_cells(Some(MeasurementGoal::AtLeast(goal)), median_rate);
         table.add_row([name.into(), median_cell, min_cell, max_cell, ns_cell, goal_cell, verdict_cell]);
         Ok(())
@@ -101,7 +106,7 @@ fn measure_operation_rates(args: &OrchestrateBenchArgs) -> anyhow::Result<Report
         })?;
     }
     add_rate_row("feedback messages of one core", 20.0, &|| measure_feedback_rate(args.operations))?;
-    add_rate_row("hints to one core", 20.0, &|| measure_hint_rate(args.operations))?;
+    add_rate_row("hints to one core", 20.0, &|| measure_load_hint_rate(args.operations))?;
     Ok(table)
 }
 
@@ -114,10 +119,10 @@ const ROUND_TRIP_CASES: [(&str, Option<MeasurementGoal>, MeasureRoundTrips); 4] 
     }),
     ("one cache line there, another one back: the machine's floor", None, measure_cache_line_round_trips),
     ("during a handler of 1 ms that yields every 1 us, quantum 5 us", None, |trip_count| {
-        measure_request_round_trips(trip_count / 100, Some(LowPriorityHandling::Yielding))
+        measure_request_round_trips(trip_count / 100, Some(LowPriorityInterruption::Yielding))
     }),
     ("during a handler of 1 ms without yield points, timer of 50 us", None, |trip_count| {
-        measure_request_round_trips(trip_count / 100, Some(LowPriorityHandling::PreemptedByTimer))
+        measure_request_round_trips(trip_count / 100, Some(LowPriorityInterruption::PreemptedByTimer))
     }),
 ];
 
@@ -147,21 +152,21 @@ fn measure_round_trips(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTabl
 /// Function that measures one UDP server with the given number of requests. Returns the mean times of one request.
 type MeasureUdpServer = fn(u64) -> anyhow::Result<sockets::MeanRequestTimes>;
 
-const LOOPBACK_SERVERS: [(&str, MeasureUdpServer); 3] = [
-    ("loopback: echo, one datagram at a time", sockets::measure_echo_per_request),
-    ("loopback: echo in batches", sockets::measure_batch_echo),
+const LOOPBACK_SERVER_MEASUREMENTS: [(&str, MeasureUdpServer); 3] = [
+    ("loopback: echo, one datagram at a time", sockets::measure_per_request_echo_server),
+    ("loopback: echo in batches", sockets::measure_batch_echo_server),
     ("loopback: orchestrator", sockets::measure_loopback_orchestrator),
 ];
 /// Names of the servers that are measured over a veth (which needs root), with their functions.
-const VETH_SERVERS: [(&str, MeasureUdpServer); 2] = [
+const VETH_SERVER_MEASUREMENTS: [(&str, MeasureUdpServer); 2] = [
     ("veth: orchestrator, UDP socket", sockets::measure_veth_orchestrator),
     ("veth: orchestrator, AF_XDP in copy mode", sockets::measure_af_xdp_orchestrator),
 ];
 
 /// Measures the orchestrator and its baselines over UDP, one after the other in each round.
 fn measure_udp_servers(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTable> {
-    let veth_servers: &[_] = if nix::unistd::geteuid().is_root() { &VETH_SERVERS } else { &[] };
-    let servers: Vec<_> = LOOPBACK_SERVERS.iter().chain(veth_servers).collect();
+    let veth_servers: &[_] = if nix::unistd::geteuid().is_root() { &VETH_SERVER_MEASUREMENTS } else { &[] };
+    let servers: Vec<_> = LOOPBACK_SERVER_MEASUREMENTS.iter().chain(veth_servers).collect();
     let mut times_by_server = vec![Vec::new(); servers.len()];
     for _ in 0..args.rounds {
         for ((_, server), server_times) in servers.iter().zip(&mut times_by_server) {
@@ -173,11 +178,11 @@ fn measure_udp_servers(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTabl
     let mut table = ReportTable::new(&column_names);
     for ((name, _), server_times) in servers.iter().zip(&times_by_server) {
         let requests_per_ms: Vec<f64> =
-            server_times.iter().map(|request_times| 1e6 / request_times.server_ns).collect();
+            server_times.iter().map(|request_times| 1e6 / request_times.serving_ns).collect();
         let median_delivery_ns =
             median(&server_times.iter().map(|request_times| request_times.delivery_ns).collect::<Vec<_>>())
                 .context("a round")?;
-        let (_, [median_cell, min_cell, max_cell, ns_cell]) = rate_median_and_cells(&requests_per_ms, 1e6);
+        let (_, [median_cell, min_cell, max_cell, ns_cell]) = build_rate_cells_with_median(&requests_per_ms, 1e6);
         table.add_row([(*name).into(), median_cell, min_cell, max_cell, ns_cell, median_delivery_ns.into()]);
     }
     Ok(table)
@@ -185,7 +190,7 @@ fn measure_udp_servers(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTabl
 
 /// Returns the median of `rates`, and cells with their median, minimum and maximum and the time per operation (ns) at
 /// the median. `rate_unit_ns` is the time per operation (ns) at a rate of 1.
-fn rate_median_and_cells(rates: &[f64], rate_unit_ns: f64) -> (f64, [TableCell; 4]) {
+fn build_rate_cells_with_median(rates: &[f64], rate_unit_ns: f64) -> (f64, [ReportTableCell; 4]) {
     let [median_rate, min_rate, max_rate] = median_min_max(rates.iter().copied());
     (median_rate, [median_rate.into(), min_rate.into(), max_rate.into(), (rate_unit_ns / median_rate).into()])
 }
@@ -198,8 +203,9 @@ fn compute_millions_per_second(operation_count: u64, start: Instant) -> f64 {
 /// each decision is followed by the completion of the oldest request. Returns millions of decisions per second.
 fn measure_decision_rate(core_count: u16, decision_count: u64) -> f64 {
     let ranked_services: Vec<_> =
-        (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PAPER_VALUE }).collect();
-    let rank_arrays = RankArrays::new(core_count, &ranked_services, RankRule::Ranked, MAX_OUTSTANDING_PER_CORE);
+        (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: RankLambda::PAPER_VALUE }).collect();
+    let rank_arrays =
+        RankArrays::new(core_count, &ranked_services, CoreRankRule::Ranked, MAX_OUTSTANDING_REQUESTS_PER_CORE);
     let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(
         rank_arrays,
         &FirstEligibleOutConfig::strict_priority(0..SERVICE_COUNT),
@@ -225,7 +231,7 @@ fn service_address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
 }
 
-fn free_loopback_address() -> anyhow::Result<SocketAddrV4> {
+fn find_free_loopback_address() -> anyhow::Result<SocketAddrV4> {
     match UdpSocket::bind("127.0.0.1:0")?.local_addr()? {
         SocketAddr::V4(address) => Ok(address),
         SocketAddr::V6(_) => unreachable!("bound to an IPv4 address"),
@@ -234,19 +240,19 @@ fn free_loopback_address() -> anyhow::Result<SocketAddrV4> {
 
 fn build_engine_config(core_count: u16, address: SocketAddrV4) -> DispatchEngineConfig {
     let service_config_with_priority = |priority| {
-        let entry = ServiceEntry { address, priority };
-        EngineServiceConfig { service_entry: entry, lambda: Lambda::PAPER_VALUE }
+        let entry = SegmentServiceEntry { address, priority };
+        EngineServiceConfig { service_entry: entry, lambda: RankLambda::PAPER_VALUE }
     };
     DispatchEngineConfig {
         core_count,
-        rank_bound: MAX_OUTSTANDING_PER_CORE,
-        rank_rule: RankRule::Ranked,
+        rank_bound: MAX_OUTSTANDING_REQUESTS_PER_CORE,
+        rank_rule: CoreRankRule::Ranked,
         services: (0..SERVICE_COUNT).map(service_config_with_priority).collect(),
-        scheduler: FirstEligibleOutConfig {
+        scheduler_config: FirstEligibleOutConfig {
             max_waiting_requests: 1024,
             ..FirstEligibleOutConfig::strict_priority(0..SERVICE_COUNT)
         },
-        payload_bytes: 64,
+        max_payload_bytes: 64,
         stall_after: Duration::from_secs(10),
     }
 }
@@ -318,7 +324,7 @@ fn complete_requests_until_stopped(
     core_count: u16,
     should_stop: &AtomicBool,
 ) -> anyhow::Result<()> {
-    bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+    bind_to_cpu(CALLING_THREAD_PID, ORCHESTRATOR_AND_WORKER_CPU[1])?;
     let mut workers = connect_workers(runtime, core_count, service_address())?;
     while !should_stop.load(Relaxed) {
         for worker in &mut workers {
@@ -332,7 +338,7 @@ fn complete_requests_until_stopped(
 
 /// Way in which low-priority requests are interrupted while the round trips of other requests are measured.
 #[derive(Clone, Copy, PartialEq)]
-enum LowPriorityHandling {
+enum LowPriorityInterruption {
     Yielding,
     PreemptedByTimer,
 }
@@ -342,7 +348,7 @@ const YIELD_INTERVAL: Duration = Duration::from_micros(1);
 const PREEMPTION_TIMER_PERIOD: Duration = Duration::from_micros(50);
 
 /// Handler that echoes requests of service 0 at once, and computes for 1 ms for each request of service 1.
-struct EchoOrComputeHandler(Option<LowPriorityHandling>);
+struct EchoOrComputeHandler(Option<LowPriorityInterruption>);
 
 impl RequestHandler for EchoOrComputeHandler {
     fn handle(
@@ -350,10 +356,10 @@ impl RequestHandler for EchoOrComputeHandler {
         request: &HandlerRequest<'_>,
         response: &mut Vec<u8>,
         context: &mut HandlerContext<'_>,
-    ) -> ReplyAction {
+    ) -> HandlerReplyAction {
         if request.service == 0 {
             response.extend_from_slice(request.payload);
-            return ReplyAction::Send;
+            return HandlerReplyAction::Send;
         }
         let start = Instant::now();
         while start.elapsed() < LOW_PRIORITY_HANDLER_TIME {
@@ -361,17 +367,17 @@ impl RequestHandler for EchoOrComputeHandler {
             while slice_start.elapsed() < YIELD_INTERVAL {
                 std::hint::spin_loop();
             }
-            if self.0 == Some(LowPriorityHandling::Yielding) {
+            if self.0 == Some(LowPriorityInterruption::Yielding) {
                 context.yield_point();
             }
         }
-        ReplyAction::Nothing
+        HandlerReplyAction::NoReply
     }
 }
 
 /// Submits a low-priority request unless one is outstanding. Then polls the engine for one to eight tenths of
 /// [`LOW_PRIORITY_HANDLER_TIME`], depending on `trip_number`.
-fn keep_low_priority_busy(engine: &mut DispatchEngine, trip_number: u64) {
+fn keep_low_priority_service_busy(engine: &mut DispatchEngine, trip_number: u64) {
     let low_priority_counters = engine.service_counters()[1];
     if low_priority_counters.completed_requests == low_priority_counters.received_requests {
         submit_request(engine, trip_number, 1);
@@ -383,17 +389,17 @@ fn keep_low_priority_busy(engine: &mut DispatchEngine, trip_number: u64) {
 }
 
 /// Serves the requests of one core with an [`EchoOrComputeHandler`] on the workers' CPU, until `should_stop` is set.
-fn serve_echo(
+fn serve_echo_requests(
     runtime: &OrchestratorConnection,
-    low_priority_handling: Option<LowPriorityHandling>,
+    low_priority_handling: Option<LowPriorityInterruption>,
     should_stop: &AtomicBool,
 ) -> anyhow::Result<()> {
-    bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+    bind_to_cpu(CALLING_THREAD_PID, ORCHESTRATOR_AND_WORKER_CPU[1])?;
     let mut workers = connect_workers(runtime, 1, service_address())?;
     let handler = EchoOrComputeHandler(low_priority_handling);
     let options = ServeOptions { sleep_time: Duration::ZERO, ..ServeOptions::default() };
     match low_priority_handling {
-        Some(LowPriorityHandling::PreemptedByTimer) => {
+        Some(LowPriorityInterruption::PreemptedByTimer) => {
             workers[0].serve_with_timer(&handler, options, PREEMPTION_TIMER_PERIOD, should_stop)?
         }
         _ => workers[0].serve(&handler, options, should_stop)?,
@@ -404,13 +410,13 @@ fn serve_echo(
 /// Sends one request at a time. Returns the median and 99th percentile of the time from request to response (ns).
 fn measure_request_round_trips(
     trip_count: u64,
-    low_priority_handling: Option<LowPriorityHandling>,
+    low_priority_handling: Option<LowPriorityInterruption>,
 ) -> anyhow::Result<[f64; 2]> {
     let (_directory, memory_path, mut engine) = create_engine(1)?;
     let runtime = OrchestratorConnection::connect(&memory_path)?;
     let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let worker_thread = scope.spawn(|| serve_echo(&runtime, low_priority_handling, &should_stop));
+        let worker_thread = scope.spawn(|| serve_echo_requests(&runtime, low_priority_handling, &should_stop));
         let mut round_trip_ns = Vec::with_capacity(trip_count as usize);
         while engine.core_counters().accepted_workers == 0 && !worker_thread.is_finished() {
             engine.poll(0, &mut |_, _, _| ());
@@ -418,7 +424,7 @@ fn measure_request_round_trips(
         }
         for trip_number in 0..trip_count {
             if low_priority_handling.is_some() {
-                keep_low_priority_busy(&mut engine, trip_number);
+                keep_low_priority_service_busy(&mut engine, trip_number);
             }
             let start = Instant::now();
             submit_request(&mut engine, trip_number, 0);
@@ -463,7 +469,7 @@ fn measure_cache_line_round_trips(trip_count: u64) -> anyhow::Result<[f64; 2]> {
     };
     std::thread::scope(|scope| {
         let other_cpu_thread = scope.spawn(|| -> anyhow::Result<()> {
-            let bind_result = bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1]);
+            let bind_result = bind_to_cpu(CALLING_THREAD_PID, ORCHESTRATOR_AND_WORKER_CPU[1]);
             return_line.0.store(u64::MAX, Release);
             for trip_number in 1..=trip_count {
                 wait_for_value(&forward_line, trip_number);
@@ -493,7 +499,7 @@ fn create_single_core_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, Co
     let memory_path = directory.path().join("cores");
     let geometry = SegmentGeometry { core_count: 1, priority_count: 1, slots_per_queue: 4, slot_bytes: 128 };
     let queues =
-        CoreQueues::create(&memory_path, geometry, &[ServiceEntry { address: service_address(), priority: 0 }])?;
+        CoreQueues::create(&memory_path, geometry, &[SegmentServiceEntry { address: service_address(), priority: 0 }])?;
     Ok((directory, memory_path, queues))
 }
 
@@ -514,7 +520,7 @@ fn measure_feedback_rate(message_count: u64) -> anyhow::Result<f64> {
     let runtime = OrchestratorConnection::connect(&memory_path)?;
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
-            bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+            bind_to_cpu(CALLING_THREAD_PID, ORCHESTRATOR_AND_WORKER_CPU[1])?;
             let mut worker = runtime.attach_worker(0)?;
             for _ in 0..message_count {
                 worker.send_load_feedback(0, 0, 1)?;
@@ -532,12 +538,12 @@ fn measure_feedback_rate(message_count: u64) -> anyhow::Result<f64> {
     })
 }
 
-fn measure_hint_rate(message_count: u64) -> anyhow::Result<f64> {
+fn measure_load_hint_rate(message_count: u64) -> anyhow::Result<f64> {
     let (_directory, memory_path, mut queues) = create_single_core_queues()?;
     let runtime = OrchestratorConnection::connect(&memory_path)?;
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
-            bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+            bind_to_cpu(CALLING_THREAD_PID, ORCHESTRATOR_AND_WORKER_CPU[1])?;
             let mut worker = runtime.attach_worker(0)?;
             let mut received_hint_count = 0;
             while received_hint_count < message_count {
@@ -546,7 +552,8 @@ fn measure_hint_rate(message_count: u64) -> anyhow::Result<f64> {
             Ok(())
         });
         accept_worker(&mut queues, &worker_thread)?;
-        let (start, hint) = (Instant::now(), HintMessage { service: 0, hint: LoadHint::ScaleUp, waiting_services: 0 });
+        let (start, hint) =
+            (Instant::now(), LoadHintMessage { service: 0, hint: LoadHint::ScaleUp, waiting_service_mask: 0 });
         let mut sent_hint_count = 0;
         while sent_hint_count < message_count {
             match queues.send_hint(0, hint) {

@@ -2,9 +2,9 @@
 //! compares weights of an assigned connection in `crossrss-plus`. Its table is part of docs/policies.md.
 
 use comfy_table::Table;
-use coreward_model::arrivals::Workload;
-use coreward_model::policy::{CrossRssPlusPolicy, Policy, create_policy_by_name};
-use coreward_model::replay::{PlacementMethod, ReplaySettings, replay_for_variances};
+use coreward_model::arrivals::ConnectionWorkload;
+use coreward_model::policy::{CrossRssPlusPolicy, PlacementPolicy, create_policy_by_name};
+use coreward_model::replay::{ArrivalReplaySettings, ReplayPlacementMethod, replay_for_variances};
 use coreward_model::statistics::median;
 
 /// Options of `coreward-lab bench placement`.
@@ -15,15 +15,15 @@ pub struct PlacementBenchArgs {
     seeds: u64,
 }
 
-fn compared_workloads() -> [(&'static str, Workload); 4] {
-    let default_workload = Workload::default();
-    let mice_heavy_workload = Workload {
+fn compared_workloads() -> [(&'static str, ConnectionWorkload); 4] {
+    let default_workload = ConnectionWorkload::default();
+    let mice_heavy_workload = ConnectionWorkload {
         elephant_work_permille: 500,
         mouse_request_count_range: (1, 8),
         mouse_request_interval_us: 50_000,
         ..default_workload
     };
-    let long_lived_workload = Workload {
+    let long_lived_workload = ConnectionWorkload {
         elephant_work_permille: 700,
         elephant_load_permille: 60,
         elephant_lifetime_range_us: (2_000_000, 20_000_000),
@@ -31,7 +31,7 @@ fn compared_workloads() -> [(&'static str, Workload); 4] {
         mouse_request_interval_us: 30_000,
         ..default_workload
     };
-    let short_request_workload = Workload {
+    let short_request_workload = ConnectionWorkload {
         service_us: 2_000,
         mouse_request_count_range: (1, 10),
         mouse_request_interval_us: 20_000,
@@ -47,10 +47,10 @@ fn compared_workloads() -> [(&'static str, Workload); 4] {
 
 /// Name of a policy in the table, and the function that creates the policy from a seed. The function returns `None` for
 /// the oracle.
-type PolicyRow = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
+type PlacementPolicyRow = (String, Box<dyn Fn(u64) -> Option<Box<dyn PlacementPolicy>>>);
 
-fn policy_rows() -> Vec<PolicyRow> {
-    let mut rows: Vec<PolicyRow> = Vec::new();
+fn policy_rows() -> Vec<PlacementPolicyRow> {
+    let mut rows: Vec<PlacementPolicyRow> = Vec::new();
     for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
         rows.push((
             name.to_string(),
@@ -58,8 +58,9 @@ fn policy_rows() -> Vec<PolicyRow> {
         ));
     }
     for share in [0.1, 0.25, 0.5, 1.0, 2.0] {
-        let make_policy =
-            move |seed| Some(Box::new(CrossRssPlusPolicy::with_fixed_cost_fraction(seed, share)) as Box<dyn Policy>);
+        let make_policy = move |seed| {
+            Some(Box::new(CrossRssPlusPolicy::with_fixed_cost_fraction(seed, share)) as Box<dyn PlacementPolicy>)
+        };
         rows.push((format!("crossrss-plus, counting {share}"), Box::new(make_policy)));
     }
     rows.push(("noise floor (perfect placement)".to_string(), Box::new(|_| None)));
@@ -79,18 +80,20 @@ pub fn print_variance_table(args: &PlacementBenchArgs) {
                     let mut policy = make_policy(seed);
                     let placement_method = policy
                         .as_mut()
-                        .map_or(PlacementMethod::Oracle, |policy| PlacementMethod::Policy(policy.as_mut()));
+                        .map_or(ReplayPlacementMethod::Oracle, |policy| ReplayPlacementMethod::Policy(policy.as_mut()));
                     replay_for_variances(
                         &workload.generate(seed),
-                        ReplaySettings { seed, ..ReplaySettings::default() },
+                        ArrivalReplaySettings { seed, ..ArrivalReplaySettings::default() },
                         placement_method,
                     )
                 })
                 .collect();
             let core_variance_pct =
-                median(&variances.iter().map(|variance| variance.core_pct).collect::<Vec<_>>()).unwrap_or_default();
+                median(&variances.iter().map(|variance| variance.across_cores_pct).collect::<Vec<_>>())
+                    .unwrap_or_default();
             let server_variance_pct =
-                median(&variances.iter().map(|variance| variance.server_pct).collect::<Vec<_>>()).unwrap_or_default();
+                median(&variances.iter().map(|variance| variance.across_servers_pct).collect::<Vec<_>>())
+                    .unwrap_or_default();
             format!("{core_variance_pct:.2} / {server_variance_pct:.2}")
         });
         table.add_row(std::iter::once(name).chain(variance_cells));

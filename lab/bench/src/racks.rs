@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_api::types::ReportState;
-use coreward_controller::Now;
+use coreward_controller::ClockReadings;
 use coreward_fleet::clock::wall_clock_time;
 use coreward_rack::reducer::ReportReducer;
 use coreward_tls::FleetRole;
@@ -22,13 +22,13 @@ use crate::controller_process::ControllerProcess;
 use crate::cpus::thread_cpu_time;
 use crate::fake_agent::{FakeAgent, server_name_of_agent};
 use crate::report::{BenchReport, ReportTable};
-use crate::scale::{ScaleWindow, add_window_rows, measure_scale_windows};
-use crate::test_env::{self, SharedScaleArgs};
+use crate::scale::{ScaleMeasurementWindow, add_window_rows, measure_scale_windows};
+use crate::test_env::{self, SharedScaleBenchArgs};
 
 /// Number of different summaries that each rack sends in turn. They are made before the measurement, because real rack
 /// controllers would make them on other machines.
 const DISTINCT_SUMMARY_COUNT: usize = 4;
-const MIN_DETAIL_INTERVAL: Duration = Duration::from_secs(1);
+const MIN_DETAILED_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Options of `coreward-lab bench racks`.
 #[derive(Debug, Clone, clap::Args)]
@@ -43,7 +43,7 @@ pub struct RacksBenchArgs {
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=8))]
     rack_candidates: u8,
     #[command(flatten)]
-    scale: SharedScaleArgs,
+    scale: SharedScaleBenchArgs,
 }
 
 /// Runs the bench of a controller behind rack controllers. Fails without root, when the controller or the load balancer
@@ -52,7 +52,7 @@ pub fn run_racks_bench(args: &RacksBenchArgs) -> anyhow::Result<BenchReport> {
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
     let args = args.clone();
     let (agents, scale) = (args.agents, args.scale.clone());
-    test_env::measure_at_scale("racks", agents, &scale, async move |controller, interval| {
+    test_env::measure_in_scale_environment("racks", agents, &scale, async move |controller, interval| {
         measure_controller_behind_racks(&args, controller, interval).await
     })
 }
@@ -76,7 +76,7 @@ async fn measure_controller_behind_racks(
             .await?,
         );
     }
-    let rack_cpu_us: Vec<f64> = racks.iter().map(|rack| rack.cpu_us_per_interval).collect();
+    let rack_cpu_us: Vec<f64> = racks.iter().map(|rack| rack.summary_cpu_us_per_interval).collect();
     let summary_bytes: Vec<f64> = racks.iter().map(|rack| rack.summary_messages[0].encoded_len() as f64).collect();
     let (start, sent_message_count) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (rack_index, rack) in (0..).zip(racks) {
@@ -86,7 +86,7 @@ async fn measure_controller_behind_racks(
             sent_message_count.clone(),
         ));
     }
-    sleep(3 * MIN_DETAIL_INTERVAL).await;
+    sleep(3 * MIN_DETAILED_REPORT_INTERVAL).await;
     let windows = measure_scale_windows(&args.scale, controller, &sent_message_count).await?;
     let status = controller.fetch_status().await?;
     let rack_server_count: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
@@ -112,7 +112,7 @@ struct EmulatedRackController {
     summary_messages: Vec<v1::RackMessage>,
     /// Interval of detailed reports (ms), which the controller sets and increases with the number of racks.
     detail_interval_ms: Arc<AtomicU32>,
-    cpu_us_per_interval: f64,
+    summary_cpu_us_per_interval: f64,
 }
 
 impl EmulatedRackController {
@@ -136,18 +136,24 @@ impl EmulatedRackController {
             .rack(ReceiverStream::new(receiver))
             .await?
             .into_inner();
-        let configuration = receive_configuration(&mut updates, agents.len()).await?;
-        let detail_interval_ms = follow_detail_interval(updates, configuration.detail_interval_ms);
-        let mut report_reducer = ReportReducer::new(MIN_DETAIL_INTERVAL, args.rack_candidates.into());
+        let configuration = receive_rack_configuration(&mut updates, agents.len()).await?;
+        let detail_interval_ms = track_detail_interval_updates(updates, configuration.detail_interval_ms);
+        let mut report_reducer = ReportReducer::new(MIN_DETAILED_REPORT_INTERVAL, args.rack_candidates.into());
         agents.clone().for_each(|agent| report_reducer.begin_stream(agent.into()));
         report_reducer.apply_configuration((&configuration).try_into()?);
         let mut agents_by_number: Vec<(u32, FakeAgent)> =
             agents.map(|agent| (agent, FakeAgent::new(agent, args.scale.cores, interval))).collect();
         let (summary_messages, cpu_us_per_interval) =
-            make_summaries(&mut report_reducer, &mut agents_by_number, interval)?;
+            make_summary_messages(&mut report_reducer, &mut agents_by_number, interval)?;
         // The detailed reports after this start with the RSS configuration.
-        agents_by_number.iter_mut().for_each(|(_, agent)| agent.restart_sequence());
-        Ok(Self { message_sender, agents_by_number, summary_messages, detail_interval_ms, cpu_us_per_interval })
+        agents_by_number.iter_mut().for_each(|(_, agent)| agent.restart_sequence_numbers());
+        Ok(Self {
+            message_sender,
+            agents_by_number,
+            summary_messages,
+            detail_interval_ms,
+            summary_cpu_us_per_interval: cpu_us_per_interval,
+        })
     }
 
     /// Sends one summary per interval until the controller ends. Adds a detailed report of each agent once per detail
@@ -160,7 +166,7 @@ impl EmulatedRackController {
             let mut message = self.summary_messages[round % DISTINCT_SUMMARY_COUNT].clone();
             let requested_detail_interval =
                 Duration::from_millis(self.detail_interval_ms.load(Ordering::Relaxed).into());
-            let rounds_per_detailed_report = (MIN_DETAIL_INTERVAL.max(requested_detail_interval).as_secs_f64()
+            let rounds_per_detailed_report = (MIN_DETAILED_REPORT_INTERVAL.max(requested_detail_interval).as_secs_f64()
                 / interval.as_secs_f64())
             .round() as usize;
             // The first report of each agent has its RSS configuration and is sent immediately.
@@ -199,7 +205,7 @@ fn registration_messages(rack_name: &str, agents: std::ops::Range<u32>) -> [v1::
 
 /// Reads updates until a configuration has `agent_count` servers, and returns that configuration. Fails when the stream
 /// ends.
-async fn receive_configuration(
+async fn receive_rack_configuration(
     updates: &mut Streaming<v1::RackUpdate>,
     agent_count: usize,
 ) -> anyhow::Result<v1::RackConfiguration> {
@@ -215,7 +221,7 @@ async fn receive_configuration(
 
 /// Reads the stream of updates in a new task until it ends. Returns the interval of detailed reports (ms), which the
 /// task keeps up to date.
-fn follow_detail_interval(mut updates: Streaming<v1::RackUpdate>, first_interval_ms: u32) -> Arc<AtomicU32> {
+fn track_detail_interval_updates(mut updates: Streaming<v1::RackUpdate>, first_interval_ms: u32) -> Arc<AtomicU32> {
     let detail_interval_ms = Arc::new(AtomicU32::new(first_interval_ms));
     let shared_detail_interval = detail_interval_ms.clone();
     tokio::spawn(async move {
@@ -230,7 +236,7 @@ fn follow_detail_interval(mut updates: Streaming<v1::RackUpdate>, first_interval
 
 /// Returns the rack's summaries of its agents' reports, and the CPU time for summarizing the last interval's reports
 /// (us).
-fn make_summaries(
+fn make_summary_messages(
     report_reducer: &mut ReportReducer,
     agents_by_number: &mut [(u32, FakeAgent)],
     interval: Duration,
@@ -241,7 +247,11 @@ fn make_summaries(
         let reports: Vec<(u32, v1::Report)> =
             agents_by_number.iter_mut().map(|(number, agent)| (*number, agent.create_next_report())).collect();
         let unix_time = wall_clock_time();
-        let report_time = Now { monotonic_time: interval * round as u32, wall_time: unix_time, record_time: unix_time };
+        let report_time = ClockReadings {
+            monotonic_time: interval * round as u32,
+            wall_time: unix_time,
+            record_clock_time: unix_time,
+        };
         let cpu_time_before = thread_cpu_time();
         for (agent, report) in reports {
             let (_, outcome) = report_reducer.record_report(agent.into(), report, report_time);
@@ -258,7 +268,7 @@ fn make_summaries(
 
 fn build_racks_report(
     args: &RacksBenchArgs,
-    windows: &[ScaleWindow],
+    windows: &[ScaleMeasurementWindow],
     rack_cpu_us: Vec<f64>,
     summary_bytes: Vec<f64>,
 ) -> BenchReport {

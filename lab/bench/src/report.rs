@@ -6,49 +6,49 @@ use coreward_model::statistics::median;
 use serde_json::json;
 
 #[derive(Debug, Clone, PartialEq)]
-pub enum TableCell {
+pub enum ReportTableCell {
     Text(String),
     /// Measured value, which is printed with one decimal.
     Decimal(f64),
     Count(u64),
 }
 
-impl From<f64> for TableCell {
+impl From<f64> for ReportTableCell {
     fn from(number: f64) -> Self {
-        TableCell::Decimal(number)
+        ReportTableCell::Decimal(number)
     }
 }
 
-impl From<u32> for TableCell {
+impl From<u32> for ReportTableCell {
     fn from(count: u32) -> Self {
-        TableCell::Count(count.into())
+        ReportTableCell::Count(count.into())
     }
 }
 
-impl From<u64> for TableCell {
+impl From<u64> for ReportTableCell {
     fn from(count: u64) -> Self {
-        TableCell::Count(count)
+        ReportTableCell::Count(count)
     }
 }
 
-impl From<String> for TableCell {
+impl From<String> for ReportTableCell {
     fn from(text: String) -> Self {
-        TableCell::Text(text)
+        ReportTableCell::Text(text)
     }
 }
 
-impl From<&str> for TableCell {
+impl From<&str> for ReportTableCell {
     fn from(text: &str) -> Self {
-        TableCell::Text(text.to_string())
+        ReportTableCell::Text(text.to_string())
     }
 }
 
-impl fmt::Display for TableCell {
+impl fmt::Display for ReportTableCell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            TableCell::Text(text) => f.write_str(text),
-            TableCell::Decimal(number) => write!(f, "{number:.1}"),
-            TableCell::Count(count) => count.fmt(f),
+            ReportTableCell::Text(text) => f.write_str(text),
+            ReportTableCell::Decimal(number) => write!(f, "{number:.1}"),
+            ReportTableCell::Count(count) => count.fmt(f),
         }
     }
 }
@@ -90,7 +90,7 @@ impl fmt::Display for MeasurementGoal {
 }
 
 /// Returns two table cells, with the goal and with the verdict on `value`. Both are empty without a goal.
-pub fn goal_and_verdict_cells(goal: Option<MeasurementGoal>, value: f64) -> [TableCell; 2] {
+pub fn goal_and_verdict_cells(goal: Option<MeasurementGoal>, value: f64) -> [ReportTableCell; 2] {
     let Some(goal) = goal else { return ["".into(), "".into()] };
     [goal.to_string().into(), if goal.is_met(value) { "met" } else { "missed" }.into()]
 }
@@ -98,7 +98,7 @@ pub fn goal_and_verdict_cells(goal: Option<MeasurementGoal>, value: f64) -> [Tab
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportTable {
     column_names: Vec<String>,
-    rows: Vec<Vec<TableCell>>,
+    rows: Vec<Vec<ReportTableCell>>,
 }
 
 impl ReportTable {
@@ -107,8 +107,8 @@ impl ReportTable {
     }
 
     /// Adds a row to the table. Panics if the number of cells differs from the number of columns.
-    pub fn add_row(&mut self, cells: impl IntoIterator<Item = TableCell>) {
-        let cells: Vec<TableCell> = cells.into_iter().collect();
+    pub fn add_row(&mut self, cells: impl IntoIterator<Item = ReportTableCell>) {
+        let cells: Vec<ReportTableCell> = cells.into_iter().collect();
         assert_eq!(cells.len(), self.column_names.len(), "a row as long as the head {:?}", self.column_names);
         self.rows.push(cells);
     }
@@ -118,20 +118,20 @@ impl ReportTable {
         &mut self,
         name: &str,
         values: impl IntoIterator<Item = f64>,
-        extra_cells: impl IntoIterator<Item = TableCell>,
+        extra_cells: impl IntoIterator<Item = ReportTableCell>,
     ) {
         self.add_row(
-            [name.into()].into_iter().chain(median_min_max(values).map(TableCell::Decimal)).chain(extra_cells),
+            [name.into()].into_iter().chain(median_min_max(values).map(ReportTableCell::Decimal)).chain(extra_cells),
         );
     }
 
     fn to_json(&self) -> serde_json::Value {
-        let cell_to_json = |cell: &TableCell| match cell {
-            TableCell::Text(text) => json!(text),
-            TableCell::Decimal(number) => json!(number),
-            TableCell::Count(count) => json!(count),
+        let cell_to_json = |cell: &ReportTableCell| match cell {
+            ReportTableCell::Text(text) => json!(text),
+            ReportTableCell::Decimal(number) => json!(number),
+            ReportTableCell::Count(count) => json!(count),
         };
-        let row_to_json = |cells: &Vec<TableCell>| -> serde_json::Map<String, serde_json::Value> {
+        let row_to_json = |cells: &Vec<ReportTableCell>| -> serde_json::Map<String, serde_json::Value> {
             self.column_names.iter().cloned().zip(cells.iter().map(cell_to_json)).collect()
         };
         self.rows.iter().map(row_to_json).collect()
@@ -141,7 +141,7 @@ impl ReportTable {
     fn to_markdown(&self) -> comfy_table::Table {
         let mut table = comfy_table::Table::new();
         table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header(&self.column_names);
-        table.add_rows(self.rows.iter().map(|row| row.iter().map(TableCell::to_string).collect::<Vec<_>>()));
+        table.add_rows(self.rows.iter().map(|row| row.iter().map(ReportTableCell::to_string).collect::<Vec<_>>()));
         for column in table.column_iter_mut().skip(1) {
             column.set_cell_alignment(comfy_table::CellAlignment::Right);
         }

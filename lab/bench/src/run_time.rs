@@ -15,7 +15,7 @@ pub fn enable_run_time_statistics() -> anyhow::Result<OwnedFd> {
 }
 
 /// Returns the total run time of a BPF program (ns), and the number of its runs.
-pub fn run_ns_and_count(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
+pub fn read_run_ns_and_count(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
     let mut program_info = libbpf_sys::bpf_prog_info::default();
     let mut program_info_bytes = size_of_val(&program_info) as u32;
     // SAFETY: the pointer is of a struct of that length, which lives until the call returns.

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep};
 use crate::controller_process::ControllerProcess;
 use crate::fake_agent;
 use crate::report::{BenchReport, ReportTable};
-use crate::test_env::{self, SharedScaleArgs};
+use crate::test_env::{self, SharedScaleBenchArgs};
 
 /// Options of `coreward-lab bench scale`.
 #[derive(Debug, Clone, clap::Args)]
@@ -21,7 +21,7 @@ pub struct ScaleBenchArgs {
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     agents: u32,
     #[command(flatten)]
-    scale: SharedScaleArgs,
+    scale: SharedScaleBenchArgs,
 }
 
 /// Pause after a query of the controller's status, because the query delays other requests.
@@ -31,7 +31,7 @@ const PAUSE_AFTER_STATUS_QUERY: Duration = Duration::from_millis(200);
 pub fn run_scale_bench(args: &ScaleBenchArgs) -> anyhow::Result<BenchReport> {
     let args = args.clone();
     let (agents, scale) = (args.agents, args.scale.clone());
-    test_env::measure_at_scale("scale", agents, &scale, async move |controller, interval| {
+    test_env::measure_in_scale_environment("scale", agents, &scale, async move |controller, interval| {
         measure_controller_limit(&args, controller, interval).await
     })
 }
@@ -49,7 +49,7 @@ async fn measure_controller_limit(
 }
 
 /// Measured values of the controller in one window.
-pub struct ScaleWindow {
+pub struct ScaleMeasurementWindow {
     controller_cpu_pct: f64,
     sent_messages_per_second: f64,
     accepted_messages_per_second: f64,
@@ -58,22 +58,22 @@ pub struct ScaleWindow {
     max_resident_mib: f64,
     /// Cumulative distribution of the time from a report's receipt until its placement table is computed. Each
     /// pair has an upper bound (s) and the fraction of the reports up to it.
-    report_to_table_cdf: Vec<(f64, f64)>,
+    report_to_table_seconds_cdf: Vec<(f64, f64)>,
     /// Cumulative distribution of the time from a report's receipt until its placement table is in the kernel. Each
     /// pair has an upper bound (s) and the fraction of the reports up to it.
-    report_to_kernel_cdf: Vec<(f64, f64)>,
+    report_to_kernel_seconds_cdf: Vec<(f64, f64)>,
     /// Cumulative distribution of the time from a report's sending until its placement table is in the kernel. Each
     /// pair has an upper bound (s) and the fraction of the reports up to it.
-    sent_to_kernel_cdf: Vec<(f64, f64)>,
+    sending_to_kernel_seconds_cdf: Vec<(f64, f64)>,
 }
 
 /// Measures all windows. `sent_message_count` counts the messages sent to the controller. Fails when the controller
 /// does not answer.
 pub async fn measure_scale_windows(
-    args: &SharedScaleArgs,
+    args: &SharedScaleBenchArgs,
     controller: &mut ControllerProcess,
     sent_message_count: &AtomicU64,
-) -> anyhow::Result<Vec<ScaleWindow>> {
+) -> anyhow::Result<Vec<ScaleMeasurementWindow>> {
     let mut windows = Vec::new();
     for _ in 0..args.windows {
         windows.push(
@@ -87,8 +87,8 @@ async fn measure_scale_window(
     length: Duration,
     controller: &mut ControllerProcess,
     sent_message_count: &AtomicU64,
-) -> anyhow::Result<ScaleWindow> {
-    let api_client = controller.operator_client().await?;
+) -> anyhow::Result<ScaleMeasurementWindow> {
+    let api_client = controller.connect_operator_client().await?;
     let counts_and_time = async || {
         let status = api_client.status(false).await?;
         let table_count: u64 = status.services.iter().map(|service| service.table_generation).sum();
@@ -97,34 +97,34 @@ async fn measure_scale_window(
     let first_counts = counts_and_time().await?;
     // Answers about thousands of servers take a while and delay other requests, which must not be measured.
     sleep(PAUSE_AFTER_STATUS_QUERY).await;
-    let metrics_before = fetch_metrics(controller.metrics_address)?;
+    let metrics_before = fetch_metrics_page(controller.metrics_address)?;
     sleep(PAUSE_AFTER_STATUS_QUERY).await;
     let (start, sent_before, cpu_before) =
         (Instant::now(), sent_message_count.load(Ordering::Relaxed), controller.user_and_system_cpu_seconds()?);
     sleep(length).await;
     let (cpu_after, elapsed_seconds) = (controller.user_and_system_cpu_seconds()?, start.elapsed().as_secs_f64());
     let sent_messages_per_second = (sent_message_count.load(Ordering::Relaxed) - sent_before) as f64 / elapsed_seconds;
-    let metrics_after = fetch_metrics(controller.metrics_address)?;
+    let metrics_after = fetch_metrics_page(controller.metrics_address)?;
     let last_counts = counts_and_time().await?;
     let query_interval_s = (last_counts.2 - first_counts.2).as_secs_f64();
-    Ok(ScaleWindow {
+    Ok(ScaleMeasurementWindow {
         controller_cpu_pct: (cpu_after.0 + cpu_after.1 - cpu_before.0 - cpu_before.1) / elapsed_seconds * 100.0,
         sent_messages_per_second,
         accepted_messages_per_second: (last_counts.0 - first_counts.0) / query_interval_s,
         tables_per_second: (last_counts.1 - first_counts.1) / query_interval_s,
-        resident_mib: controller.memory_mib_from_status("VmRSS:")? as f64,
-        max_resident_mib: controller.memory_mib_from_status("VmHWM:")? as f64,
-        report_to_table_cdf: compute_cumulative_distribution(
+        resident_mib: controller.read_status_memory_mib("VmRSS:")? as f64,
+        max_resident_mib: controller.read_status_memory_mib("VmHWM:")? as f64,
+        report_to_table_seconds_cdf: compute_cumulative_distribution(
             &metrics_before,
             &metrics_after,
             "coreward_table_build_delay_seconds",
         ),
-        report_to_kernel_cdf: compute_cumulative_distribution(
+        report_to_kernel_seconds_cdf: compute_cumulative_distribution(
             &metrics_before,
             &metrics_after,
             "coreward_table_propagation_seconds",
         ),
-        sent_to_kernel_cdf: compute_cumulative_distribution(
+        sending_to_kernel_seconds_cdf: compute_cumulative_distribution(
             &metrics_before,
             &metrics_after,
             "coreward_report_sent_to_kernel_seconds",
@@ -132,7 +132,7 @@ async fn measure_scale_window(
     })
 }
 
-fn fetch_metrics(address: SocketAddr) -> anyhow::Result<String> {
+fn fetch_metrics_page(address: SocketAddr) -> anyhow::Result<String> {
     let mut stream = TcpStream::connect(address).context("the controller's metrics")?;
     write!(stream, "GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")?;
     let mut metrics_page = String::new();
@@ -185,8 +185,8 @@ fn percent_within_limit(cdf: &[(f64, f64)], limit_seconds: f64) -> f64 {
 }
 
 /// Adds rows with the results of all windows. `message_name` names the messages whose sending rate is in the first row.
-pub fn add_window_rows(table: &mut ReportTable, message_name: &str, windows: &[ScaleWindow]) {
-    let mut add_result_row = |row_name: &str, to_value: &dyn Fn(&ScaleWindow) -> f64| {
+pub fn add_window_rows(table: &mut ReportTable, message_name: &str, windows: &[ScaleMeasurementWindow]) {
+    let mut add_result_row = |row_name: &str, to_value: &dyn Fn(&ScaleMeasurementWindow) -> f64| {
         table.add_summary_row(row_name, windows.iter().map(to_value), [])
     };
     add_result_row(&format!("{message_name} sent per second"), &|window| window.sent_messages_per_second);
@@ -195,21 +195,21 @@ pub fn add_window_rows(table: &mut ReportTable, message_name: &str, windows: &[S
     add_result_row("tables made per second", &|window| window.tables_per_second);
     add_result_row("resident memory, MiB", &|window| window.resident_mib);
     add_result_row("  at most so far", &|window| window.max_resident_mib);
-    add_result_row("report to table, p50, ms", &|window| quantile_ms(&window.report_to_table_cdf, 0.5));
-    add_result_row("  p99", &|window| quantile_ms(&window.report_to_table_cdf, 0.99));
+    add_result_row("report to table, p50, ms", &|window| quantile_ms(&window.report_to_table_seconds_cdf, 0.5));
+    add_result_row("  p99", &|window| quantile_ms(&window.report_to_table_seconds_cdf, 0.99));
     add_result_row("report received to table in the kernel, p50, ms", &|window| {
-        quantile_ms(&window.report_to_kernel_cdf, 0.5)
+        quantile_ms(&window.report_to_kernel_seconds_cdf, 0.5)
     });
-    add_result_row("  p99", &|window| quantile_ms(&window.report_to_kernel_cdf, 0.99));
-    add_result_row("  within 10 ms, %", &|window| percent_within_limit(&window.report_to_kernel_cdf, 0.01));
+    add_result_row("  p99", &|window| quantile_ms(&window.report_to_kernel_seconds_cdf, 0.99));
+    add_result_row("  within 10 ms, %", &|window| percent_within_limit(&window.report_to_kernel_seconds_cdf, 0.01));
     add_result_row("report sent to table in the kernel, p50, ms", &|window| {
-        quantile_ms(&window.sent_to_kernel_cdf, 0.5)
+        quantile_ms(&window.sending_to_kernel_seconds_cdf, 0.5)
     });
-    add_result_row("  p99", &|window| quantile_ms(&window.sent_to_kernel_cdf, 0.99));
-    add_result_row("  within 10 ms, %", &|window| percent_within_limit(&window.sent_to_kernel_cdf, 0.01));
+    add_result_row("  p99", &|window| quantile_ms(&window.sending_to_kernel_seconds_cdf, 0.99));
+    add_result_row("  within 10 ms, %", &|window| percent_within_limit(&window.sending_to_kernel_seconds_cdf, 0.01));
 }
 
-fn build_scale_report(args: &ScaleBenchArgs, windows: &[ScaleWindow]) -> BenchReport {
+fn build_scale_report(args: &ScaleBenchArgs, windows: &[ScaleMeasurementWindow]) -> BenchReport {
     let mut table = ReportTable::new(&["", "median", "least", "most"]);
     add_window_rows(&mut table, "reports", windows);
     BenchReport {

@@ -11,7 +11,9 @@ use coreward_sim::trace::capture::{CaptureReadOptions, writer};
 use coreward_sim::{lb, rpc};
 
 use crate::default_args::parse_default_args;
-use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_and_verdict_cells, median_min_max};
+use crate::report::{
+    BenchReport, MeasurementGoal, ReportTable, ReportTableCell, goal_and_verdict_cells, median_min_max,
+};
 
 /// Options of `coreward-lab bench sim`.
 #[derive(Debug, Clone, clap::Args)]
@@ -35,9 +37,9 @@ impl Default for SimBenchArgs {
 
 /// Simulation whose speed is measured, with the request rates of all rounds.
 struct SimulationCase {
-    case_name: String,
+    name: String,
     config: rpc::RpcSimulationConfig,
-    millions_per_second: Vec<f64>,
+    million_requests_per_second: Vec<f64>,
 }
 
 /// Runs the bench of the simulator. Fails when a simulation rejects its configuration.
@@ -47,15 +49,17 @@ pub fn run_sim_bench(args: &SimBenchArgs) -> anyhow::Result<BenchReport> {
         for case in &mut cases {
             let start = Instant::now();
             let simulation_result = rpc::run(&case.config)?;
-            ensure!(simulation_result.requests == case.config.request_count, "{}: requests were lost", case.case_name);
-            case.millions_per_second.push(simulation_result.requests as f64 / 1e6 / start.elapsed().as_secs_f64());
+            ensure!(simulation_result.request_count == case.config.request_count, "{}: requests were lost", case.name);
+            case.million_requests_per_second
+                .push(simulation_result.request_count as f64 / 1e6 / start.elapsed().as_secs_f64());
         }
     }
     let mut table = ReportTable::new(&["requests at cores", "million requests/s", "least", "most", "goal", "verdict"]);
     for (case_index, case) in cases.iter().enumerate() {
         let goal = (case_index == 0).then_some(MeasurementGoal::AtLeast(8.0));
         table.add_row(
-            std::iter::once(case.case_name.clone().into()).chain(request_rate_cells(&case.millions_per_second, goal)),
+            std::iter::once(case.name.clone().into())
+                .chain(request_rate_cells(&case.million_requests_per_second, goal)),
         );
     }
     Ok(BenchReport {
@@ -72,7 +76,7 @@ pub fn run_sim_bench(args: &SimBenchArgs) -> anyhow::Result<BenchReport> {
 }
 
 /// Returns cells with the median, minimum and maximum of the rates, the goal, and whether the median meets it.
-fn request_rate_cells(millions_per_second: &[f64], goal: Option<MeasurementGoal>) -> [TableCell; 5] {
+fn request_rate_cells(millions_per_second: &[f64], goal: Option<MeasurementGoal>) -> [ReportTableCell; 5] {
     let [median_rate, min_rate, max_rate] = median_min_max(millions_per_second.iter().copied());
     let [goal_cell, verdict_cell] = goal_and_verdict_cells(goal, median_rate);
     [median_rate.into(), min_rate.into(), max_rate.into(), goal_cell, verdict_cell]
@@ -84,7 +88,7 @@ const CAPTURED_BYTES_PER_PACKET: usize = 96;
 fn measure_capture_simulation(args: &SimBenchArgs) -> anyhow::Result<ReportTable> {
     let directory = tempfile::tempdir().context("a directory for the capture")?;
     let capture_path = directory.path().join("campus.pcap");
-    write_capture(&capture_path, args.capture_seconds)?;
+    write_campus_capture(&capture_path, args.capture_seconds)?;
     let policy_sets: [(&str, &[&str]); 3] = [
         ("hash", &["hash"]),
         ("crossrss-plus", &["crossrss-plus"]),
@@ -114,7 +118,7 @@ fn measure_capture_simulation(args: &SimBenchArgs) -> anyhow::Result<ReportTable
 }
 
 /// Writes a capture file of campus traffic. The file then remains in the page cache, so that reading it is fast.
-fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
+fn write_campus_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
     let mut trace =
         format!("campus:seconds={seconds}").parse::<TraceSource>()?.open_trace(1, CaptureReadOptions::default())?;
     let capture_file = File::create(path).with_context(|| path.display().to_string())?;
@@ -127,12 +131,12 @@ fn simulation_cases(requests: u64) -> anyhow::Result<Vec<SimulationCase>> {
         let config = rpc::RpcSimulationConfig {
             policy: policy.parse()?,
             cores,
-            service: service.parse()?,
+            service_times: service.parse()?,
             interface_latency: latency,
             request_count: requests,
             ..rpc::RpcSimulationConfig::default()
         };
-        Ok(SimulationCase { case_name: name.to_owned(), config, millions_per_second: Vec::new() })
+        Ok(SimulationCase { name: name.to_owned(), config, million_requests_per_second: Vec::new() })
     };
     let bimodal_service_times = "bimodal:0.1:5";
     [

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use coreward_api::types::NewFleet;
 use coreward_dataplane::lb::PinnedServers;
-use coreward_model::{ServerId, ServiceAddress, tuple::Protocol};
+use coreward_model::{ServerId, ServiceAddress, tuple::TransportProtocol};
 use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{MsgFlags, recv};
@@ -41,12 +41,12 @@ pub struct StartupBenchArgs {
 }
 
 /// Maximum time to wait for a forwarded packet, which is reached only after a fault.
-const FORWARDING_TIMEOUT: Duration = Duration::from_secs(60);
+const FORWARDED_PACKET_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Measures starts of the load balancer and changes of servers in a new thread, which enters its own network namespace.
 /// Fails without root, or when a process does not start.
 pub fn run_startup_bench(args: &StartupBenchArgs) -> anyhow::Result<BenchReport> {
-    namespace::measure_in_thread("start", args, measure_load_balancer_starts)
+    namespace::run_measurement_in_new_thread("start", args, measure_load_balancer_starts)
 }
 
 fn measure_load_balancer_starts(args: &StartupBenchArgs) -> anyhow::Result<BenchReport> {
@@ -74,7 +74,7 @@ fn measure_load_balancer_starts(args: &StartupBenchArgs) -> anyhow::Result<Bench
     let mut change_times = Vec::new();
     for (generation, change_index) in (first_generation..).zip(0..args.changes) {
         let server_index = change_index * (args.servers / args.changes);
-        let drain_times = runtime.block_on(measure_draining_server(
+        let drain_times = runtime.block_on(measure_server_drain(
             &mut controller,
             &pin_directory,
             &mut fleet_document,
@@ -94,7 +94,7 @@ async fn apply_fleet_document(
     generation: u64,
 ) -> anyhow::Result<u64> {
     let new_fleet = NewFleet { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
-    Ok(controller.operator_client().await?.apply_fleet(&new_fleet).await?.generation)
+    Ok(controller.connect_operator_client().await?.apply_fleet(&new_fleet).await?.generation)
 }
 
 /// Times from a load balancer's start until its first forwarded packet, and until it has forwarded a packet for every
@@ -181,8 +181,8 @@ fn measure_start_times(service_count: u32, start: Instant) -> anyhow::Result<Loa
     let (mut until_first_packet, mut client_port) = (None, 1024);
     while !waiting_vips.is_empty() {
         ensure!(
-            start.elapsed() < FORWARDING_TIMEOUT,
-            "{} services forward nothing after {FORWARDING_TIMEOUT:?}",
+            start.elapsed() < FORWARDED_PACKET_TIMEOUT,
+            "{} services forward nothing after {FORWARDED_PACKET_TIMEOUT:?}",
             waiting_vips.len()
         );
         // A batch is at most as long as a short queue. The other services follow in the next iteration.
@@ -206,10 +206,10 @@ fn measure_start_times(service_count: u32, start: Instant) -> anyhow::Result<Loa
 /// Times from the request for a change of the fleet until the API's answer, and until the kernel has the change.
 struct FleetChangeTimes {
     time_to_api_answer: Duration,
-    time_to_kernel: Duration,
+    time_to_kernel_update: Duration,
 }
 
-async fn measure_draining_server(
+async fn measure_server_drain(
     controller: &mut ControllerProcess,
     pin_directory: &BpfPinDirectory,
     document: &mut String,
@@ -217,14 +217,16 @@ async fn measure_draining_server(
     server_index: u32,
     args: &StartupBenchArgs,
 ) -> anyhow::Result<FleetChangeTimes> {
-    let api_client = controller.operator_client().await?;
+    let api_client = controller.connect_operator_client().await?;
     let status = api_client.status(false).await?;
     let server_name = fake_agent::server_name_of_agent(server_index);
     let server_status =
         status.servers.iter().find(|known| known.name == server_name).context("the server is not known")?;
     let server_id = ServerId::try_from(u64::from(server_status.id))?;
-    let service_address =
-        ServiceAddress { vip_and_port: service_vip(server_index % args.services).into(), protocol: Protocol::Tcp };
+    let service_address = ServiceAddress {
+        vip_and_port: service_vip(server_index % args.services).into(),
+        protocol: TransportProtocol::Tcp,
+    };
     let pinned_servers = PinnedServers::open(&pin_directory.0.join("lb1"))?;
     let service = pinned_servers.service_index(&service_address).context("the service is not known")?;
     let name_line = format!("name = \"{server_name}\"\n");
@@ -232,7 +234,7 @@ async fn measure_draining_server(
     let new_fleet = NewFleet { name: "bench".into(), text: document.clone(), generation, dry_run: false };
     let start = Instant::now();
     let watcher_thread = std::thread::spawn(move || {
-        while start.elapsed() < FORWARDING_TIMEOUT {
+        while start.elapsed() < FORWARDED_PACKET_TIMEOUT {
             if pinned_servers.server(service, server_id).is_some_and(|server| !server.is_eligible) {
                 return Some(start.elapsed());
             }
@@ -244,7 +246,7 @@ async fn measure_draining_server(
     let time_to_api_answer = start.elapsed();
     let watcher_result = tokio::task::spawn_blocking(move || watcher_thread.join()).await?;
     let time_to_kernel = watcher_result.ok().flatten().context("the change never came")?;
-    Ok(FleetChangeTimes { time_to_api_answer, time_to_kernel })
+    Ok(FleetChangeTimes { time_to_api_answer, time_to_kernel_update: time_to_kernel })
 }
 
 fn build_startup_report(
@@ -268,11 +270,11 @@ fn build_startup_report(
         change_times.iter().map(|change| to_ms(change.time_to_api_answer)).collect(),
     );
     let ms_after_api_answer =
-        |change: &FleetChangeTimes| to_ms(change.time_to_kernel.saturating_sub(change.time_to_api_answer));
+        |change: &FleetChangeTimes| to_ms(change.time_to_kernel_update.saturating_sub(change.time_to_api_answer));
     add_times_row("  from the answer to the kernel", change_times.iter().map(ms_after_api_answer).collect());
     add_times_row(
         "  from apply to the kernel",
-        change_times.iter().map(|change| to_ms(change.time_to_kernel)).collect(),
+        change_times.iter().map(|change| to_ms(change.time_to_kernel_update)).collect(),
     );
     BenchReport {
         name: "start",

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use crate::cpus::{self, THIS_THREAD};
+use crate::cpus::{self, CALLING_THREAD_PID};
 use crate::namespace::{self, run_ip_command};
 use anyhow::{Context as _, ensure};
 use coreward_tls::FleetRole;
@@ -18,7 +18,7 @@ use crate::report::BenchReport;
 
 /// Options shared by the benches `scale` and `racks`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct SharedScaleArgs {
+pub struct SharedScaleBenchArgs {
     /// Number of cores of each server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
     pub cores: u16,
@@ -38,10 +38,10 @@ pub struct SharedScaleArgs {
 
 /// Starts a controller and a load balancer, and runs `measure` with the controller and the report interval. All run in
 /// a new thread's network namespace. Fails without root, when a process does not start, or when `measure` fails.
-pub fn measure_at_scale<M>(
+pub fn measure_in_scale_environment<M>(
     bench_name: &str,
     agents: u32,
-    args: &SharedScaleArgs,
+    args: &SharedScaleBenchArgs,
     measure: M,
 ) -> anyhow::Result<BenchReport>
 where
@@ -51,11 +51,11 @@ where
     let (cores, services, uses_tls) = (args.cores, args.services, !args.plain);
     let fleet_args =
         controller::ControllerBenchArgs { agents, cores, services, ..controller::ControllerBenchArgs::default() };
-    let measuring_thread = std::thread::spawn(move || set_up_and_measure(&fleet_args, uses_tls, measure));
+    let measuring_thread = std::thread::spawn(move || set_up_controller_and_measure(&fleet_args, uses_tls, measure));
     measuring_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-fn set_up_and_measure<M>(
+fn set_up_controller_and_measure<M>(
     fleet_args: &controller::ControllerBenchArgs,
     uses_tls: bool,
     measure: M,
@@ -69,18 +69,18 @@ where
     let certificate_authority =
         uses_tls.then(|| TestCertificateAuthority::new(&scratch_directory.0.join("certificates"))).transpose()?;
     // A process inherits the CPU of the thread that starts it.
-    cpus::bind_to_cpu(THIS_THREAD, 0)?;
+    cpus::bind_to_cpu(CALLING_THREAD_PID, 0)?;
     let mut controller = ControllerProcess::start(
         &controller::build_fleet_document(fleet_args),
         certificate_authority,
         &scratch_directory.0,
     )?;
-    cpus::bind_to_cpu(THIS_THREAD, 1)?;
+    cpus::bind_to_cpu(CALLING_THREAD_PID, 1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         controller.wait_until_listening().await?;
         let _balancer = LoadBalancerProcess::start(&controller, &scratch_directory, &pin_directory)?;
-        set_idle_priority()?;
+        set_thread_idle_priority()?;
         measure(&mut controller, Duration::from_millis(fleet_args.report_interval_ms)).await
     })
 }
@@ -147,7 +147,7 @@ pub fn make_veth_network() -> anyhow::Result<()> {
 
 /// Gives the calling thread, which emulates the agents, the lowest priority. The load balancer must have precedence,
 /// because real agents would run on other machines.
-fn set_idle_priority() -> anyhow::Result<()> {
+fn set_thread_idle_priority() -> anyhow::Result<()> {
     let scheduling_parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: 0 is the calling thread, and the kernel only reads `scheduling_parameters`.
     let result = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const scheduling_parameters) };

@@ -17,10 +17,10 @@ use std::os::fd::AsFd as _;
 use anyhow::{Context as _, ensure};
 
 use crate::report::{BenchReport, ReportTable, goal_and_verdict_cells};
-use balancer::CaseLoadBalancer;
+use balancer::MeasuredLoadBalancer;
 use established::ConnectionCountCosts;
-use goals::CostGoals;
-use interleaved::{InterleavedProgram, MeasuredProgram, NsByRound, measure_interleaved};
+use goals::PacketCostGoals;
+use interleaved::{InterleavedProgram, MeasuredProgram, NsByRound, measure_interleaved_programs};
 pub use interleaved::{difference_of_fastest_rounds, differences_by_round, median_of_rounds, quartile_range_text};
 use runner::{PACKET_COUNT, PacketRunner};
 use workload::PacketCase;
@@ -69,12 +69,12 @@ pub struct PacketCostByConnections {
 }
 
 /// Measures the cost of packets on open connections, by program and number of connections.
-pub fn measure_connection_costs(
+pub fn measure_packet_costs_by_connections(
     args: &XdpBenchArgs,
     progress: &dyn Fn(usize, usize),
 ) -> anyhow::Result<Vec<PacketCostByConnections>> {
     let mut connection_costs = Vec::new();
-    for count_costs in established::measure_connection_counts(args, progress)? {
+    for count_costs in established::measure_costs_by_connection_count(args, progress)? {
         let connection_count = count_costs.connection_count;
         let mut add_connection_cost = |series, above_empty| {
             connection_costs.push(PacketCostByConnections {
@@ -91,7 +91,7 @@ pub fn measure_connection_costs(
     Ok(connection_costs)
 }
 
-struct CaseMeasurement {
+struct PacketCaseMeasurement {
     case: PacketCase,
     /// Median time per packet of the empty program (ns).
     empty_program_ns: f64,
@@ -105,9 +105,9 @@ struct CaseMeasurement {
     parse_and_swap_ns: f64,
 }
 
-impl CaseMeasurement {
+impl PacketCaseMeasurement {
     /// Evaluates the times of three programs: the empty one, the one that parses and swaps MACs, and the load balancer.
-    fn new(balancer: &CaseLoadBalancer, round_times: [&NsByRound; 3]) -> anyhow::Result<Self> {
+    fn new(balancer: &MeasuredLoadBalancer, round_times: [&NsByRound; 3]) -> anyhow::Result<Self> {
         Ok(Self {
             case: balancer.case(),
             empty_program_ns: median_of_rounds(round_times[0]),
@@ -121,27 +121,30 @@ impl CaseMeasurement {
 /// Measures all selected cases of the bench. Fails without the capabilities to load BPF programs, or when a program
 /// does not do what the case expects.
 pub fn run_xdp_bench(args: &XdpBenchArgs) -> anyhow::Result<BenchReport> {
-    let established_costs =
-        if args.only.is_some() { Vec::new() } else { established::measure_connection_counts(args, &|_, _| {})? };
+    let established_costs = if args.only.is_some() {
+        Vec::new()
+    } else {
+        established::measure_costs_by_connection_count(args, &|_, _| {})?
+    };
     let is_selected_case = |case: &PacketCase| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
-    let separate_cases: Vec<CaseMeasurement> = PacketCase::separate_cases()
+    let separate_cases: Vec<PacketCaseMeasurement> = PacketCase::separately_measured_cases()
         .filter(is_selected_case)
         .map(|case| measure_case_separately(case, args).with_context(|| case.to_string()))
         .collect::<anyhow::Result<_>>()?;
     ensure!(!(established_costs.is_empty() && separate_cases.is_empty()), "no case has {:?} in its name", args.only);
-    let operation_table = if args.only.is_some() { None } else { Some(units::measure_operations(&args.length)?) };
+    let operation_table = if args.only.is_some() { None } else { Some(units::measure_bpf_operations(&args.length)?) };
     Ok(build_xdp_report(&established_costs, &separate_cases, operation_table, args))
 }
 
-fn measure_case_separately(case: PacketCase, args: &XdpBenchArgs) -> anyhow::Result<CaseMeasurement> {
-    let balancer = CaseLoadBalancer::new(case)?;
+fn measure_case_separately(case: PacketCase, args: &XdpBenchArgs) -> anyhow::Result<PacketCaseMeasurement> {
+    let balancer = MeasuredLoadBalancer::new(case)?;
     let runner = PacketRunner::new(&case.frame_template(), &balancer.shuffled_packet_variations()?, 0)?;
     let programs = [
         MeasuredProgram::Baseline(runner.empty_program.as_fd()),
         MeasuredProgram::Baseline(runner.parse_and_swap_program.as_fd()),
-        MeasuredProgram::Balancer(&balancer),
+        MeasuredProgram::LoadBalancer(&balancer),
     ];
-    let round_times = measure_interleaved(
+    let round_times = measure_interleaved_programs(
         &programs.map(|program| InterleavedProgram {
             generator: case.packet_generator(),
             ..InterleavedProgram::new(&runner, program)
@@ -149,32 +152,32 @@ fn measure_case_separately(case: PacketCase, args: &XdpBenchArgs) -> anyhow::Res
         args.length.rounds,
         args.length.packets,
     )?;
-    CaseMeasurement::new(&balancer, [&round_times[0], &round_times[1], &round_times[2]])
+    PacketCaseMeasurement::new(&balancer, [&round_times[0], &round_times[1], &round_times[2]])
 }
 
 fn build_xdp_report(
     established_costs: &[ConnectionCountCosts],
-    separate_cases: &[CaseMeasurement],
+    separate_cases: &[PacketCaseMeasurement],
     operation_table: Option<ReportTable>,
     args: &XdpBenchArgs,
 ) -> BenchReport {
-    let cost_goals = CostGoals::new(established_costs, separate_cases);
+    let cost_goals = PacketCostGoals::new(established_costs, separate_cases);
     let tables = [
-        cost_table(established_costs, separate_cases, &cost_goals),
-        established::costs_by_count_table(established_costs),
+        packet_cost_table(established_costs, separate_cases, &cost_goals),
+        established::costs_by_connection_count_table(established_costs),
     ];
     BenchReport {
         name: "xdp",
         heading: "The load balancer's program",
-        method_description: describe_method(args, cost_goals.parse_and_swap_ns),
+        method_description: describe_measurement_method(args, cost_goals.parse_and_swap_ns),
         tables: tables.into_iter().chain(operation_table).collect(),
     }
 }
 
-fn cost_table(
+fn packet_cost_table(
     established_costs: &[ConnectionCountCosts],
-    separate_cases: &[CaseMeasurement],
-    goals: &CostGoals<'_>,
+    separate_cases: &[PacketCaseMeasurement],
+    goals: &PacketCostGoals<'_>,
 ) -> ReportTable {
     let mut table = ReportTable::new(&[
         "packet",
@@ -186,7 +189,7 @@ fn cost_table(
         "multiple of parse + swap",
         "empty, ns",
     ]);
-    let measurement_of_mode: [fn(&ConnectionCountCosts) -> &CaseMeasurement; 3] =
+    let measurement_of_mode: [fn(&ConnectionCountCosts) -> &PacketCaseMeasurement; 3] =
         [|count_costs| &count_costs.stateless, |of| &of.stateful, |of| &of.hash_table];
     let established_cases =
         measurement_of_mode.into_iter().flat_map(|to_measurement| established_costs.iter().map(to_measurement));
@@ -207,7 +210,7 @@ fn cost_table(
     table
 }
 
-fn describe_method(args: &XdpBenchArgs, parse_and_swap_ns: f64) -> String {
+fn describe_measurement_method(args: &XdpBenchArgs, parse_and_swap_ns: f64) -> String {
     format!(
         "BPF_PROG_TEST_RUN runs a program that writes the next connection's address, ports and timestamp into the \
          frame, then calls lb.bpf.c. Values are medians of {} interleaved rounds of {} packets. Before each \

@@ -55,7 +55,7 @@ fn parse_markdown(text: &str) -> CheckedDocument {
             }
             Event::End(TagEnd::Heading(_)) => {
                 if let Some(heading) = open_heading.take() {
-                    document.add_anchor(&heading);
+                    document.add_heading_anchor(&heading);
                 }
             }
             // Blocks of other languages contain no commands.
@@ -77,7 +77,7 @@ fn parse_markdown(text: &str) -> CheckedDocument {
 }
 
 impl CheckedDocument {
-    fn add_anchor(&mut self, heading: &str) {
+    fn add_heading_anchor(&mut self, heading: &str) {
         let lowercase_heading = heading.trim().to_lowercase();
         let slug_chars = lowercase_heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
         let slug: String = slug_chars.map(|c| if c == ' ' { '-' } else { c }).collect();
@@ -113,7 +113,7 @@ fn broken_link_reason(
 }
 
 /// Returns the arguments of each call of `program` in a line of shell code. A shell operator ends the arguments.
-fn command_line_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
+fn arguments_of_program_calls<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
     let code = line.split_once(" #").map_or(line, |(command, _)| command);
     let simple_commands = code.split(['|', ';', '&', '(', ')', '>']);
     simple_commands.filter_map(move |simple_command| {
@@ -151,7 +151,8 @@ fn unknown_argument_error(arguments: &[&str], program: &clap::Command) -> Option
 
 /// Returns an error message for each call of `program` in a line that has an unknown sub-command or flag.
 fn unknown_argument_errors<'a>(line: &'a str, program: &'a clap::Command) -> impl Iterator<Item = String> {
-    command_line_arguments(line, program.get_name()).filter_map(|arguments| unknown_argument_error(&arguments, program))
+    arguments_of_program_calls(line, program.get_name())
+        .filter_map(|arguments| unknown_argument_error(&arguments, program))
 }
 
 fn assert_no_mistakes(mistakes: Vec<String>) {
@@ -205,7 +206,7 @@ fn make_targets_in_the_documents_exist() {
             .code_snippets
             .iter()
             .flat_map(|line| {
-                command_line_arguments(line, "make").filter_map(|arguments| Some((*arguments.first()?).to_owned()))
+                arguments_of_program_calls(line, "make").filter_map(|arguments| Some((*arguments.first()?).to_owned()))
             })
             .collect();
         mentioned_targets.into_iter().map(move |target| (path.clone(), target))
@@ -244,7 +245,7 @@ fn numbers_in_the_documents_equal_the_constants() {
     let max_services_of_server = coreward_intf::MAX_SERVICES_OF_SERVER;
     let max_owners = coreward_model::connection_table::TableOwnerNumber::all().count();
     let max_document_mib = coreward_http::endpoints::MAX_FLEET_DOCUMENT_BYTES >> 20;
-    let max_body_kib = coreward_http::endpoints::DEFAULT_MAX_BODY_BYTES >> 10;
+    let max_body_kib = coreward_http::endpoints::DEFAULT_MAX_REQUEST_BODY_BYTES >> 10;
     let max_audit_entries = with_thousands_separator(audit::MAX_AUDIT_ENTRIES);
     for (page, text) in [
         ("config.md", format!("`[[service]]`, at most {max_services}:")),

@@ -16,7 +16,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
         },
         measure: |scenario, progress| {
             capabilities::check_capabilities("coreward-lab figure cheetah-5-live")?;
-            figure::measure_cheetah_5(scenario, progress)
+            figure::measure_cheetah_figure_5(scenario, progress)
         },
         // No cleanup is necessary, because the kernel removes programs and maps when the process ends.
         interrupt_measurement: None,

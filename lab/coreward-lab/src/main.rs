@@ -11,7 +11,7 @@ use coreward_bench::cli::{self as bench, BenchArgs};
 use coreward_cli::shell::CliDocumentationCommand;
 use coreward_cli::{exit_status, print_to_stdout};
 use coreward_fuzz::cli::{self as fuzz, FuzzArgs};
-use coreward_load::cli::{self as load, LoadArgs};
+use coreward_load::cli::{self as load, LoadGeneratorArgs};
 use coreward_sim::cli::{self as sim, SimArgs};
 use coreward_sim::figure::cli::{self as figure, FigureArgs};
 use coreward_testbed::cli::{self as testbed, TestbedArgs};
@@ -33,7 +33,7 @@ enum LabCommand {
     /// Reproduce the papers' figures next to the published numbers, and check the papers' statements
     Figure(FigureArgs),
     /// Send requests to a service (open loop) and report the distribution of response times
-    Load(LoadArgs),
+    Load(LoadGeneratorArgs),
     /// Run parts of the testbed: servers, clients, experiments
     Testbed(TestbedArgs),
     /// Measure coreward on this machine

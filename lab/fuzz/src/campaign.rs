@@ -14,7 +14,7 @@ use crate::epoch::{self, FuzzEpoch};
 /// Limit at which a fuzz campaign ends, unless it finds a difference between program and model earlier.
 #[derive(Debug, Clone, Copy)]
 pub enum FuzzCampaignLimit {
-    PacketCount(u64),
+    MaxPacketCount(u64),
     /// Time since the start of the campaign. When it is over, epochs in progress also stop.
     MaxDuration(Duration),
 }
@@ -103,7 +103,7 @@ impl FuzzCampaign {
     /// that epoch.
     fn epoch_packet_count(&self, epoch_offset: u64, start: Instant) -> Option<u64> {
         match self.limit {
-            FuzzCampaignLimit::PacketCount(packet_total) => {
+            FuzzCampaignLimit::MaxPacketCount(packet_total) => {
                 let packets_before_epoch = epoch_offset * epoch::PACKETS_PER_EPOCH;
                 (packets_before_epoch < packet_total)
                     .then(|| epoch::PACKETS_PER_EPOCH.min(packet_total - packets_before_epoch))
@@ -129,8 +129,9 @@ impl FuzzCampaign {
         let mut compared_packet_count = 0;
         while compared_packet_count < packet_limit && !has_ended.load(Ordering::Relaxed) {
             compared_packet_count = packet_limit.min(compared_packet_count + PACKETS_PER_LIMIT_CHECK);
-            let mismatch = epoch
-                .run_until_packet(compared_packet_count, |outcome| counts_by_outcome[outcome.counter as usize] += 1)?;
+            let mismatch = epoch.run_until_packet_number(compared_packet_count, |outcome| {
+                counts_by_outcome[outcome.counter as usize] += 1
+            })?;
             if let Some(mismatch) = mismatch {
                 return Ok((mismatch.processed_packet_count, Some(mismatch)));
             }

@@ -7,9 +7,9 @@ use coreward_model::forwarding::ForwardingMode;
 
 use crate::campaign::{FuzzCampaign, FuzzCampaignLimit, FuzzCampaignSummary, FuzzEpochFailure};
 use crate::consistency;
-use crate::epoch::EpochStep;
+use crate::epoch::FuzzEpochStep;
 use crate::frame::format_hex;
-use crate::shrink::shrink_epoch;
+use crate::shrink::shrink_failing_epoch;
 
 /// Arguments of `coreward-lab fuzz`.
 #[derive(clap::Args)]
@@ -81,7 +81,7 @@ fn run_consistency_check(arguments: &ConsistencyFuzzArgs) -> anyhow::Result<()> 
         connection_count: arguments.connections,
         arrival_minutes: arguments.minutes,
         changes_per_minute: arguments.changes,
-        key_rotation_ms: consistency::ConsistencyCheckConfig::default().key_rotation_ms,
+        key_rotation_interval_ms: consistency::ConsistencyCheckConfig::default().key_rotation_interval_ms,
         load_balancer_count: arguments.load_balancers,
         consistency: arguments.mode.parse()?,
         forwarding: arguments.forwarding,
@@ -113,7 +113,7 @@ fn run_packet_campaign(arguments: &PacketFuzzArgs) -> anyhow::Result<()> {
         first_epoch_number: arguments.epoch,
         limit: arguments.packets.map_or(
             FuzzCampaignLimit::MaxDuration(Duration::from_secs(arguments.seconds)),
-            FuzzCampaignLimit::PacketCount,
+            FuzzCampaignLimit::MaxPacketCount,
         ),
         thread_count: match arguments.threads {
             Some(threads) => threads,
@@ -128,14 +128,14 @@ fn run_packet_campaign(arguments: &PacketFuzzArgs) -> anyhow::Result<()> {
             println!("{packets} packets after {:.0} s", start.elapsed().as_secs_f64());
         }
     })?;
-    print_summary(&summary);
+    print_campaign_summary(&summary);
     match &summary.failure {
-        Some(failure) => Err(report_failure(&campaign, failure)),
+        Some(failure) => Err(print_failure_and_build_error(&campaign, failure)),
         None => Ok(()),
     }
 }
 
-fn print_summary(summary: &FuzzCampaignSummary) {
+fn print_campaign_summary(summary: &FuzzCampaignSummary) {
     let seconds = summary.elapsed.as_secs_f64();
     println!(
         "{} packets in {} epochs compared in {seconds:.1} s: {:.0} a second",
@@ -150,17 +150,17 @@ fn print_summary(summary: &FuzzCampaignSummary) {
 
 /// Prints the difference and a short sequence of steps that reproduces it. Returns the error with which the command
 /// ends.
-fn report_failure(campaign: &FuzzCampaign, failure: &FuzzEpochFailure) -> anyhow::Error {
+fn print_failure_and_build_error(campaign: &FuzzCampaign, failure: &FuzzEpochFailure) -> anyhow::Error {
     println!(
         "DIFFERENCE in packet {} of epoch {}: {}",
         failure.packets_until_failure, failure.epoch_number, failure.difference
     );
     println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch_number);
     println!("shrinking ...");
-    match shrink_epoch(campaign.epoch_seed(failure.epoch_number), failure.packets_until_failure) {
+    match shrink_failing_epoch(campaign.epoch_seed(failure.epoch_number), failure.packets_until_failure) {
         Ok(Some(sequence)) => {
             println!("the least that shows it: {} steps", sequence.steps.len());
-            sequence.steps.iter().for_each(print_step);
+            sequence.steps.iter().for_each(print_epoch_step);
             println!("then the two differ in {}", sequence.difference);
         }
         Ok(None) => println!("the same packets on a new load balancer show no difference"),
@@ -169,10 +169,10 @@ fn report_failure(campaign: &FuzzCampaign, failure: &FuzzEpochFailure) -> anyhow
     anyhow::anyhow!("BPF program and reference model differ")
 }
 
-fn print_step(step: &EpochStep) {
+fn print_epoch_step(step: &FuzzEpochStep) {
     match step {
-        EpochStep::Packet(frame) => println!("  packet, {} bytes:\n    {}", frame.len(), format_hex(frame)),
-        EpochStep::Change(change) => {
+        FuzzEpochStep::Packet(frame) => println!("  packet, {} bytes:\n    {}", frame.len(), format_hex(frame)),
+        FuzzEpochStep::Change(change) => {
             // Tables have long texts, which are cut.
             let change_text = format!("{change:?}");
             println!("  {}", change_text.chars().take(400).collect::<String>());

@@ -19,13 +19,13 @@ use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb::{ServerMapEntry, TokenBucketSelector};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
-use crate::change::StateChange;
+use crate::change::LoadBalancerStateChange;
 use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{FuzzHarness, FuzzHarnessSetup, OWN_MAC, TIME_KEY};
+use crate::harness::{FuzzHarness, FuzzHarnessSetup, LOAD_BALANCER_MAC, TIME_KEY};
 
 const SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const TCP_FLAG_ACK: u8 = 0x10;
@@ -34,7 +34,7 @@ const TCP_FLAG_ACK: u8 = 0x10;
 #[derive(Debug, Clone)]
 pub struct TsecrCoverage {
     pub tried_tsecr_count: u64,
-    pub packets_by_server: BTreeMap<ServerId, u64>,
+    pub packet_count_by_server: BTreeMap<ServerId, u64>,
 }
 
 impl TsecrCoverage {
@@ -42,15 +42,15 @@ impl TsecrCoverage {
     /// count for each server, with an expected probability of 2^-15, and one for packets without a server. (With
     /// thousands of servers, chi-square is nearly normal.)
     pub fn chi_square_z_score(&self) -> f64 {
-        let server_count = self.packets_by_server.len() as f64;
+        let server_count = self.packet_count_by_server.len() as f64;
         let expected_per_server = self.tried_tsecr_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
-        let server_hits: u64 = self.packets_by_server.values().sum();
+        let server_hits: u64 = self.packet_count_by_server.values().sum();
         let counts_without_server = (
             self.tried_tsecr_count as f64 - expected_per_server * server_count,
             (self.tried_tsecr_count - server_hits) as f64,
         );
         let expected_and_observed = self
-            .packets_by_server
+            .packet_count_by_server
             .values()
             .map(|count| (expected_per_server, *count as f64))
             .chain([counts_without_server]);
@@ -67,9 +67,9 @@ pub struct BitFlipCounts {
     /// Number of valid cookies whose bits were flipped.
     pub cookie_count: u64,
     /// Number of packets that reached another server than the cookie's server, indexed by the flipped bit of TSecr.
-    pub other_server_counts: [u64; 32],
+    pub other_server_counts_by_bit: [u64; 32],
     /// Number of packets that reached the cookie's server, indexed by the flipped bit of TSecr.
-    pub same_server_counts: [u64; 32],
+    pub same_server_counts_by_bit: [u64; 32],
 }
 
 /// Load balancer with one service, which receives packets with forged cookies.
@@ -91,17 +91,19 @@ impl CookieTester {
         let mut draw_cookie_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let cookie_keys =
             FleetCookieKeys { keys: [draw_cookie_key(), draw_cookie_key()], current_key_index: CookieKeyIndex::First };
-        let mut harness = FuzzHarness::new(FuzzHarnessSetup::new(OWN_MAC, cookie_keys), runs_bpf_program)?;
-        let service_address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
-        let service_slot = harness
-            .apply_change(&StateChange::ReplaceServices(vec![(service_address, ServiceSettings::default())]))?[0];
+        let mut harness = FuzzHarness::new(FuzzHarnessSetup::new(LOAD_BALANCER_MAC, cookie_keys), runs_bpf_program)?;
+        let service_address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: TransportProtocol::Tcp };
+        let service_slot = harness.apply_change(&LoadBalancerStateChange::ReplaceServices(vec![(
+            service_address,
+            ServiceSettings::default(),
+        )]))?[0];
         let mut known_server_ids = BTreeSet::new();
         while known_server_ids.len() < server_count {
             let server_id = ServerId::try_from(rng.random_below(ServerId::COUNT) as u64)?;
             if known_server_ids.insert(server_id) {
                 let [id_high_byte, id_low_byte] = server_id.get().to_be_bytes();
                 let server = ServerMapEntry { mac: Some([2, 0, 0, 0, id_high_byte, id_low_byte]), is_eligible: true };
-                harness.apply_change(&StateChange::SetServer(service_slot, server_id, Some(server)))?;
+                harness.apply_change(&LoadBalancerStateChange::SetServer(service_slot, server_id, Some(server)))?;
             }
         }
         let server_ids = known_server_ids.iter().copied().collect();
@@ -128,17 +130,17 @@ impl CookieTester {
     }
 
     /// Sends a packet with this TSecr. Returns the server that it reaches, or `None` when it is broadcast.
-    fn send_and_find_server(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
+    fn send_packet_and_find_server(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
         let unknown_cookie_buckets = TokenBucketSelector::ServiceSlot(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
-        self.harness.apply_change(&StateChange::SetHasBroadcastTokens(unknown_cookie_buckets, true))?;
+        self.harness.apply_change(&LoadBalancerStateChange::SetHasBroadcastTokens(unknown_cookie_buckets, true))?;
         let ip_header = EthernetIpHeader {
-            destination_mac: OWN_MAC,
+            destination_mac: LOAD_BALANCER_MAC,
             source: client.0,
             destination: SERVICE_ADDRESS.0,
             protocol: frame::PROTOCOL_TCP,
             ip_identification: 0,
             fragment_flags_and_offset: 0x4000,
-            option_words: 0,
+            option_word_count: 0,
             tos_and_ttl: [0, 64],
         };
         let tcp_options = [&[1, 1][..], &timestamp_option(1, tsecr)].concat();
@@ -177,11 +179,11 @@ impl CookieTester {
         let mut packets_by_server: BTreeMap<ServerId, u64> = self.server_ids.iter().map(|id| (*id, 0)).collect();
         for _ in 0..tsecr_count {
             let (client, tsecr) = next_client_and_tsecr(self);
-            if let Some(id) = self.send_and_find_server(client, tsecr)? {
+            if let Some(id) = self.send_packet_and_find_server(client, tsecr)? {
                 *packets_by_server.get_mut(&id).expect("a known server") += 1;
             }
         }
-        Ok(TsecrCoverage { tried_tsecr_count: tsecr_count, packets_by_server })
+        Ok(TsecrCoverage { tried_tsecr_count: tsecr_count, packet_count_by_server: packets_by_server })
     }
 
     /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or when the
@@ -191,7 +193,7 @@ impl CookieTester {
     }
 
     /// Sends `tsecr_count` packets, each with a cookie that is valid only for another connection.
-    pub fn replay_on_other_connections(&mut self, tsecr_count: u64) -> anyhow::Result<TsecrCoverage> {
+    pub fn replay_cookies_on_other_connections(&mut self, tsecr_count: u64) -> anyhow::Result<TsecrCoverage> {
         self.measure_tsecr_coverage(tsecr_count, |tester| {
             let (cookie_client, other_client) = (tester.random_client_address(), tester.random_client_address());
             (other_client, tester.random_valid_cookie(cookie_client).1)
@@ -206,13 +208,13 @@ impl CookieTester {
             let client = self.random_client_address();
             let (server_id, tsecr) = self.random_valid_cookie(client);
             ensure!(
-                self.send_and_find_server(client, tsecr)? == Some(server_id),
+                self.send_packet_and_find_server(client, tsecr)? == Some(server_id),
                 "a valid cookie of {server_id} went astray"
             );
             for bit in 0..32 {
-                match self.send_and_find_server(client, tsecr ^ 1 << bit)? {
-                    Some(id) if id == server_id => flip_counts.same_server_counts[bit] += 1,
-                    Some(_) => flip_counts.other_server_counts[bit] += 1,
+                match self.send_packet_and_find_server(client, tsecr ^ 1 << bit)? {
+                    Some(id) if id == server_id => flip_counts.same_server_counts_by_bit[bit] += 1,
+                    Some(_) => flip_counts.other_server_counts_by_bit[bit] += 1,
                     None => {}
                 }
             }

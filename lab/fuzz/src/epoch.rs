@@ -3,7 +3,7 @@
 use coreward_model::connection_table::TableOwnerNumber;
 use coreward_model::lb::FrameOutcome;
 
-use crate::change::{ModelDifference, StateChange};
+use crate::change::{LoadBalancerStateChange, ModelDifference};
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::PacketGeneratorState;
 use crate::harness::{FuzzHarness, FuzzHarnessSetup};
@@ -15,8 +15,8 @@ const PACKETS_PER_STATE_COMPARISON: u64 = 4096;
 
 /// Step of an epoch, which is a change to the state or a packet to process.
 #[derive(Debug, Clone)]
-pub enum EpochStep {
-    Change(StateChange),
+pub enum FuzzEpochStep {
+    Change(LoadBalancerStateChange),
     Packet(Vec<u8>),
 }
 
@@ -27,7 +27,7 @@ pub struct FuzzEpoch {
     /// BPF program with its reference model, or the reference model alone.
     pub harness: FuzzHarness,
     /// Changes that must be applied before the next packet, in reverse order.
-    due_changes: Vec<StateChange>,
+    due_changes: Vec<LoadBalancerStateChange>,
     packet_buffer: Vec<u8>,
     processed_packet_count: u64,
 }
@@ -50,7 +50,7 @@ impl FuzzEpoch {
         let owner_number = TableOwnerNumber::try_from(1).expect("in range");
         let due_changes = vec![
             generator_state.random_services_change(&mut rng),
-            StateChange::SetLocalOwnerNumber(Some(owner_number)),
+            LoadBalancerStateChange::SetLocalOwnerNumber(Some(owner_number)),
         ];
         Ok(Self { rng, generator_state, harness, due_changes, packet_buffer: Vec::new(), processed_packet_count: 0 })
     }
@@ -61,7 +61,7 @@ impl FuzzEpoch {
             1 => self.due_changes.extend(self.generator_state.random_change_with_grace_period(&mut self.rng)),
             2..100 => self.due_changes.push(self.generator_state.random_change_without_grace_period(&mut self.rng)),
             100..110 if self.generator_state.frees_connections => {
-                let free_entries_change = self.random_free_entries_change();
+                let free_entries_change = self.random_entry_freeing_change();
                 self.due_changes.push(free_entries_change);
             }
             _ => {}
@@ -69,19 +69,19 @@ impl FuzzEpoch {
     }
 
     /// Returns a change that frees a random part of the connection table's entries.
-    fn random_free_entries_change(&mut self) -> StateChange {
+    fn random_entry_freeing_change(&mut self) -> LoadBalancerStateChange {
         let mut entry_indexes: Vec<_> = self.harness.model.connections().map(|connection| connection.index).collect();
         let quarters_to_free = self.rng.random_below(4);
         entry_indexes.retain(|_| self.rng.random_below(4) < quarters_to_free);
         if self.rng.random_bool(1, 2) {
             entry_indexes.reverse();
         }
-        StateChange::FreeEntries(entry_indexes)
+        LoadBalancerStateChange::FreeConnectionEntries(entry_indexes)
     }
 
-    fn apply_change(&mut self, change: &StateChange) -> anyhow::Result<()> {
+    fn apply_change(&mut self, change: &LoadBalancerStateChange) -> anyhow::Result<()> {
         let service_slots = self.harness.apply_change(change)?;
-        if let StateChange::ReplaceServices(services) = change {
+        if let LoadBalancerStateChange::ReplaceServices(services) = change {
             self.generator_state.record_service_slots(services, &service_slots);
             for service_index in 0..services.len() {
                 // Only new services need these changes, because services that stay keep their servers.
@@ -97,7 +97,7 @@ impl FuzzEpoch {
     }
 
     /// Applies all due changes. If none is due, sometimes adds random ones first. Passes each change to `record`.
-    fn apply_due_changes(&mut self, mut record: impl FnMut(StateChange)) -> anyhow::Result<()> {
+    fn apply_due_changes(&mut self, mut record: impl FnMut(LoadBalancerStateChange)) -> anyhow::Result<()> {
         if self.due_changes.is_empty() {
             self.add_random_changes();
         }
@@ -118,7 +118,7 @@ impl FuzzEpoch {
     }
 
     /// Processes packets up to number `packet_limit` or the first difference. Passes every outcome to `record_outcome`.
-    pub fn run_until_packet(
+    pub fn run_until_packet_number(
         &mut self,
         packet_limit: u64,
         mut record_outcome: impl FnMut(FrameOutcome),
@@ -147,14 +147,14 @@ impl FuzzEpoch {
     }
 
     /// Returns the setup of the epoch that `seed` determines, and its steps up to packet number `packet_limit`.
-    pub fn record_steps(seed: u64, packet_limit: u64) -> anyhow::Result<(FuzzHarnessSetup, Vec<EpochStep>)> {
+    pub fn record_steps(seed: u64, packet_limit: u64) -> anyhow::Result<(FuzzHarnessSetup, Vec<FuzzEpochStep>)> {
         let mut epoch = FuzzEpoch::new(seed, false)?;
         let setup = epoch.generator_state.harness_setup;
         let mut steps = Vec::new();
         while epoch.processed_packet_count < packet_limit {
-            epoch.apply_due_changes(|change| steps.push(EpochStep::Change(change)))?;
+            epoch.apply_due_changes(|change| steps.push(FuzzEpochStep::Change(change)))?;
             epoch.process_next_packet()?;
-            steps.push(EpochStep::Packet(epoch.packet_buffer.clone()));
+            steps.push(FuzzEpochStep::Packet(epoch.packet_buffer.clone()));
         }
         Ok((setup, steps))
     }

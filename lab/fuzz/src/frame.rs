@@ -20,7 +20,7 @@ pub struct EthernetIpHeader {
     pub ip_identification: u16,
     pub fragment_flags_and_offset: u16,
     /// Number of NOP options after the fixed IPv4 header, in 32-bit words (0 to 10).
-    pub option_words: usize,
+    pub option_word_count: usize,
     pub tos_and_ttl: [u8; 2],
 }
 
@@ -67,13 +67,13 @@ impl EthernetIpHeader {
     /// Appends the IP header, followed by the payload from the function `append_payload`.
     pub fn append_datagram(&self, frame: &mut Vec<u8>, append_payload: impl FnOnce(&mut Vec<u8>)) {
         let ip_offset = frame.len();
-        frame.extend([0x45 + self.option_words as u8, self.tos_and_ttl[0], 0, 0]);
+        frame.extend([0x45 + self.option_word_count as u8, self.tos_and_ttl[0], 0, 0]);
         frame.extend(self.ip_identification.to_be_bytes());
         frame.extend(self.fragment_flags_and_offset.to_be_bytes());
         frame.extend([self.tos_and_ttl[1], self.protocol, 0, 0]);
         frame.extend(self.source.octets());
         frame.extend(self.destination.octets());
-        frame.extend(std::iter::repeat_n(1, 4 * self.option_words));
+        frame.extend(std::iter::repeat_n(1, 4 * self.option_word_count));
         let payload_offset = frame.len();
         append_payload(frame);
         let datagram_bytes = (frame.len() - ip_offset) as u16;
@@ -123,7 +123,7 @@ impl TcpHeader {
 }
 
 /// Appends a UDP header without a checksum, and `payload_bytes` bytes of data.
-pub fn append_udp(frame: &mut Vec<u8>, ports: (u16, u16), payload_bytes: usize) {
+pub fn append_udp_datagram(frame: &mut Vec<u8>, ports: (u16, u16), payload_bytes: usize) {
     frame.extend(ports.0.to_be_bytes());
     frame.extend(ports.1.to_be_bytes());
     frame.extend((8 + payload_bytes as u16).to_be_bytes());

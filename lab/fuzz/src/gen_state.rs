@@ -3,8 +3,8 @@
 use std::net::{IpAddr, Ipv4Addr};
 
 use coreward_intf as intf;
-use coreward_model::connection_table::{ClockTicks, ConnectionTableSize, TableOwnerNumber};
-use coreward_model::consistency::{ConsistencyMode, ServiceMigration, ServiceSettings, TimestampOrigin};
+use coreward_model::connection_table::{ConnectionTableSize, DecisecondTicks, TableOwnerNumber};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper, ServiceMigration, ServiceSettings};
 use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::forwarding::ForwardingMode;
 use coreward_model::lb::{
@@ -13,14 +13,14 @@ use coreward_model::lb::{
 };
 use coreward_model::lb_stamping;
 use coreward_model::placement::{PlacementRule, PlacementTable};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::change::StateChange;
+use crate::change::LoadBalancerStateChange;
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{FuzzHarnessSetup, OWN_MAC};
+use crate::harness::{FuzzHarnessSetup, LOAD_BALANCER_MAC};
 use crate::ipv6;
 use crate::server_networks::SERVER_VLAN_IDS;
 
@@ -47,7 +47,7 @@ const WEIGHTED_CONSISTENCY_MODES: [ConsistencyMode; 7] = [
     ConsistencyMode::Beamer,
 ];
 /// Maximum number of recorded connections with a connection-table entry.
-const MAX_TABLE_CONNECTIONS: usize = 2048;
+const MAX_RECORDED_TABLE_CONNECTIONS: usize = 2048;
 
 /// Connection that has received an entry in the connection table.
 #[derive(Debug, Clone, Copy)]
@@ -74,7 +74,7 @@ pub struct GeneratedService {
 
 impl GeneratedService {
     /// Returns a change that gives a server a random state, sometimes with another server's MAC address.
-    fn random_server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> StateChange {
+    fn random_server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> LoadBalancerStateChange {
         let mut new_server = random_server(rng);
         if let Some(mac) = &mut new_server.mac {
             if !self.server_macs.is_empty() && rng.random_bool(1, 8) {
@@ -82,12 +82,12 @@ impl GeneratedService {
             }
             self.server_macs.push(*mac);
         }
-        StateChange::SetServer(self.service_slot, id, Some(new_server))
+        LoadBalancerStateChange::SetServer(self.service_slot, id, Some(new_server))
     }
 
     /// Returns whether load balancers stamp this service's cookies themselves.
     pub fn uses_lb_stamping(&self) -> bool {
-        self.settings.timestamps == TimestampOrigin::LoadBalancer
+        self.settings.timestamps == CookieStamper::LoadBalancer
     }
 }
 
@@ -103,13 +103,13 @@ pub struct PacketGeneratorState {
     /// MAC addresses of other load balancers, which own connection tables.
     pub owner_macs: Vec<MacAddress>,
     /// Time that the BPF program reads from its clock while it processes packets.
-    pub clock: ClockTicks,
+    pub clock: DecisecondTicks,
     /// Whether user space frees connection-table entries. Otherwise the table fills, and packets reuse expired entries.
     pub frees_connections: bool,
     allowed_vips: Vec<Ipv4Addr>,
     allowed_rules: Vec<PlacementRule>,
     allowed_modes: Vec<ConsistencyMode>,
-    allowed_protocols: Vec<Protocol>,
+    allowed_protocols: Vec<TransportProtocol>,
     allowed_forwardings: Vec<ForwardingMode>,
     table_generation: u64,
 }
@@ -119,7 +119,7 @@ impl PacketGeneratorState {
     pub fn new(rng: &mut FuzzRng) -> Self {
         let client_addresses = (0..512).map(|_| (Ipv4Addr::from(rng.next_u32()), rng.next_u16())).collect();
         let table_size = ConnectionTableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
-        let outer_header = FuzzHarnessSetup::new(OWN_MAC, random_cookie_keys(rng)).outer_header;
+        let outer_header = FuzzHarnessSetup::new(LOAD_BALANCER_MAC, random_cookie_keys(rng)).outer_header;
         let harness_setup = FuzzHarnessSetup {
             counts_traffic: rng.random_bool(1, 2),
             connection_table_size: table_size,
@@ -129,19 +129,23 @@ impl PacketGeneratorState {
             // The small MTU makes some frames too long.
             outer_header: OuterHeaderFields { mtu_bytes: rng.pick(&[1500, 90]), ..outer_header },
             vlans: random_vlans(rng),
-            ..FuzzHarnessSetup::new(OWN_MAC, random_cookie_keys(rng))
+            ..FuzzHarnessSetup::new(LOAD_BALANCER_MAC, random_cookie_keys(rng))
         };
         let (allowed_rules, allowed_modes) =
             (random_subset(&PlacementRule::ALL, rng), random_subset(&WEIGHTED_CONSISTENCY_MODES, rng));
-        let allowed_protocols =
-            rng.pick(&[&[Protocol::Tcp][..], &[Protocol::Tcp, Protocol::Tcp, Protocol::Udp]]).to_vec();
+        let allowed_protocols = rng
+            .pick(&[
+                &[TransportProtocol::Tcp][..],
+                &[TransportProtocol::Tcp, TransportProtocol::Tcp, TransportProtocol::Udp],
+            ])
+            .to_vec();
         Self {
             harness_setup,
             services: Vec::new(),
             client_addresses,
             table_connections: Vec::new(),
             owner_macs: vec![[2, 0, 0, 2, 0, 1]],
-            clock: ClockTicks(0),
+            clock: DecisecondTicks(0),
             frees_connections: rng.random_bool(1, 2),
             // The program contains no code for an address family without a service, so some epochs use only one family.
             allowed_vips: rng.pick(&[&SERVICE_VIPS[..], &SERVICE_VIPS[..3], &SERVICE_VIPS[3..]]).to_vec(),
@@ -154,7 +158,7 @@ impl PacketGeneratorState {
     }
 
     /// Returns a change to a new list of services, in which some present services stay, perhaps with other settings.
-    pub fn random_services_change(&mut self, rng: &mut FuzzRng) -> StateChange {
+    pub fn random_services_change(&mut self, rng: &mut FuzzRng) -> LoadBalancerStateChange {
         let mut services: Vec<(ServiceAddress, ServiceSettings)> = Vec::new();
         for service in &self.services {
             if rng.random_bool(2, 3) {
@@ -174,14 +178,14 @@ impl PacketGeneratorState {
                 services.push((address, self.random_service_settings(address.protocol, rng)));
             }
         }
-        StateChange::ReplaceServices(services)
+        LoadBalancerStateChange::ReplaceServices(services)
     }
 
     /// Returns random settings that a service of this protocol may have.
-    fn random_service_settings(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceSettings {
-        if protocol == Protocol::Udp {
+    fn random_service_settings(&self, protocol: TransportProtocol, rng: &mut FuzzRng) -> ServiceSettings {
+        if protocol == TransportProtocol::Udp {
             let consistency = rng.pick(&[ConsistencyMode::HashTable, ConsistencyMode::None]);
-            let default_settings = ServiceSettings::default_for_protocol(Protocol::Udp);
+            let default_settings = ServiceSettings::default_for_protocol(TransportProtocol::Udp);
             return ServiceSettings {
                 consistency,
                 forwarding: rng.pick(&self.allowed_forwardings),
@@ -190,12 +194,12 @@ impl PacketGeneratorState {
         }
         let consistency = rng.pick(&self.allowed_modes);
         let timestamps = match rng.random_below(15) {
-            0..3 => TimestampOrigin::Off,
-            3..7 if consistency == ConsistencyMode::Stateless => TimestampOrigin::LoadBalancer,
-            _ => TimestampOrigin::Server,
+            0..3 => CookieStamper::Off,
+            3..7 if consistency == ConsistencyMode::Stateless => CookieStamper::LoadBalancer,
+            _ => CookieStamper::Server,
         };
         let forwarding = match timestamps {
-            TimestampOrigin::LoadBalancer => ForwardingMode::L2,
+            CookieStamper::LoadBalancer => ForwardingMode::L2,
             _ => rng.pick(&self.allowed_forwardings),
         };
         let settings = ServiceSettings { consistency, timestamps, migration: None, forwarding };
@@ -219,8 +223,8 @@ impl PacketGeneratorState {
         }
     }
 
-    /// Records the services of a [`StateChange::ReplaceServices`], and the slots that the reference model has assigned
-    /// to them.
+    /// Records the services of a [`LoadBalancerStateChange::ReplaceServices`], and the slots that the reference model
+    /// has assigned to them.
     pub fn record_service_slots(&mut self, services: &[(ServiceAddress, ServiceSettings)], service_slots: &[usize]) {
         let previous_services = std::mem::take(&mut self.services);
         let new_services = services.iter().zip(service_slots).map(|((address, settings), service_slot)| {
@@ -244,14 +248,14 @@ impl PacketGeneratorState {
     }
 
     /// Returns changes that assign servers and a placement table to a new service.
-    pub fn changes_to_fill_service(&mut self, service_index: usize, rng: &mut FuzzRng) -> Vec<StateChange> {
+    pub fn changes_to_fill_service(&mut self, service_index: usize, rng: &mut FuzzRng) -> Vec<LoadBalancerStateChange> {
         // Some services have no server, some have thousands, some have the smallest and the largest id.
         let server_count = match rng.random_below(20) {
             0 => 0,
             1 => 1 + rng.random_below(5000),
             _ => 1 + rng.random_below(40),
         };
-        let mut changes: Vec<StateChange> =
+        let mut changes: Vec<LoadBalancerStateChange> =
             (0..server_count).map(|_| self.random_new_server_change(service_index, rng)).collect();
         let service = &mut self.services[service_index];
         if let Some(migration) = service.settings.migration
@@ -265,7 +269,7 @@ impl PacketGeneratorState {
         changes
     }
 
-    fn random_new_server_change(&mut self, service_index: usize, rng: &mut FuzzRng) -> StateChange {
+    fn random_new_server_change(&mut self, service_index: usize, rng: &mut FuzzRng) -> LoadBalancerStateChange {
         let service = &mut self.services[service_index];
         let random_id = match rng.random_below(40) {
             0 => 0,
@@ -279,7 +283,7 @@ impl PacketGeneratorState {
         service.random_server_change(id, rng)
     }
 
-    fn random_table_change(&mut self, service_index: usize, rng: &mut FuzzRng) -> Option<StateChange> {
+    fn random_table_change(&mut self, service_index: usize, rng: &mut FuzzRng) -> Option<LoadBalancerStateChange> {
         self.table_generation += 1 + rng.random_below(3) as u64 * 0x7ff;
         let service = &self.services[service_index];
         let mut server_ids = service.server_ids.clone();
@@ -296,18 +300,18 @@ impl PacketGeneratorState {
         if rng.random_bool(1, 20) {
             // This placement table has no eligible server.
             table.members.clear();
-            table.consistent_servers.clear();
-            table.previous_consistent_servers.clear();
+            table.consistent_server_by_bucket.clear();
+            table.previous_consistent_server_by_bucket.clear();
         }
         let is_table_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
         table.down_servers =
             server_ids.into_iter().filter(|id| !is_table_member(id) && rng.random_bool(2, 3)).collect();
-        Some(StateChange::InstallTable(service.service_slot, table))
+        Some(LoadBalancerStateChange::InstallPlacementTable(service.service_slot, table))
     }
 
     /// Records the table entry that a new connection has received. `frame` is the packet before the program changed it.
     pub fn record_table_connection(&mut self, outcome: &FrameOutcome, frame: &[u8]) {
-        let (Some(reported_cookie), Some(service_slot)) = (outcome.syn_table_entry, outcome.service_slot) else {
+        let (Some(reported_cookie), Some(service_slot)) = (outcome.syn_table_entry_index, outcome.service_slot) else {
             return;
         };
         let read_address_bytes = |offset: usize| <[u8; 4]>::try_from(&frame[offset..offset + 4]).expect("four bytes");
@@ -325,70 +329,74 @@ impl PacketGeneratorState {
             table_index: (reported_cookie & intf::COOKIE_ID_MASK) as u16,
         };
         // Makes room by removing an older connection.
-        if self.table_connections.len() == MAX_TABLE_CONNECTIONS {
-            self.table_connections.swap_remove(reported_cookie as usize % MAX_TABLE_CONNECTIONS);
+        if self.table_connections.len() == MAX_RECORDED_TABLE_CONNECTIONS {
+            self.table_connections.swap_remove(reported_cookie as usize % MAX_RECORDED_TABLE_CONNECTIONS);
         }
         self.table_connections.push(table_connection);
     }
 
-    fn random_table_owner_change(&mut self, rng: &mut FuzzRng) -> StateChange {
+    fn random_table_owner_change(&mut self, rng: &mut FuzzRng) -> LoadBalancerStateChange {
         // There are few owner numbers, so that forged and old indexes often match an owner.
         let owner_number = TableOwnerNumber::try_from(rng.random_below(4) as u64).expect("in range");
         match rng.random_below(4) {
             0 if rng.random_bool(1, 4) => {
-                StateChange::SetLocalOwnerNumber(rng.random_bool(3, 4).then_some(owner_number))
+                LoadBalancerStateChange::SetLocalOwnerNumber(rng.random_bool(3, 4).then_some(owner_number))
             }
-            1 => StateChange::SetOwner(owner_number, TableOwnerReachability::Lost),
-            2 => StateChange::SetOwner(owner_number, TableOwnerReachability::Unknown),
+            1 => LoadBalancerStateChange::SetTableOwner(owner_number, TableOwnerReachability::Lost),
+            2 => LoadBalancerStateChange::SetTableOwner(owner_number, TableOwnerReachability::Unknown),
             _ => {
                 let mac = [2, 0, 0, 2, 0, rng.next_u8()];
                 self.owner_macs.push(mac);
-                StateChange::SetOwner(owner_number, TableOwnerReachability::Reachable(mac))
+                LoadBalancerStateChange::SetTableOwner(owner_number, TableOwnerReachability::Reachable(mac))
             }
         }
     }
 
-    fn random_clock_change(&mut self, rng: &mut FuzzRng) -> StateChange {
+    fn random_clock_change(&mut self, rng: &mut FuzzRng) -> LoadBalancerStateChange {
         // Small steps in both directions put some flows over the idle limit, but not others. Some steps are arbitrary.
         let tick_step = rng.random_below(2 * intf::FLOW_IDLE_UDP_TICKS as usize) as u32;
         self.clock = match rng.random_below(8) {
-            0 => ClockTicks(rng.next_u32()),
-            1 => ClockTicks(self.clock.0.wrapping_sub(tick_step)),
-            _ => ClockTicks(self.clock.0.wrapping_add(tick_step)),
+            0 => DecisecondTicks(rng.next_u32()),
+            1 => DecisecondTicks(self.clock.0.wrapping_sub(tick_step)),
+            _ => DecisecondTicks(self.clock.0.wrapping_add(tick_step)),
         };
-        StateChange::SetClock(self.clock)
+        LoadBalancerStateChange::SetClock(self.clock)
     }
 
     /// Returns a random change that needs no RCU grace period.
-    pub fn random_change_without_grace_period(&mut self, rng: &mut FuzzRng) -> StateChange {
+    pub fn random_change_without_grace_period(&mut self, rng: &mut FuzzRng) -> LoadBalancerStateChange {
         let service_index = rng.random_below(self.services.len());
         let service = &self.services[service_index];
         match rng.random_below(16) {
-            15 => StateChange::SweepExpiredEntries,
-            14 => StateChange::LimitEntriesPerPrefix(rng.random_bool(1, 2).then(|| 1 + rng.random_below(3) as u32)),
+            15 => LoadBalancerStateChange::SweepExpiredEntries,
+            14 => LoadBalancerStateChange::LimitEntriesPerPrefix(
+                rng.random_bool(1, 2).then(|| 1 + rng.random_below(3) as u32),
+            ),
             10..12 => self.random_table_owner_change(rng),
             12 => random_token_bucket_change(rng),
             13 => self.random_clock_change(rng),
             0 => {
                 self.harness_setup.cookie_keys = random_cookie_keys(rng);
-                StateChange::SetKeys(self.harness_setup.cookie_keys)
+                LoadBalancerStateChange::SetCookieKeys(self.harness_setup.cookie_keys)
             }
             // Key rotation replaces one key and keeps the other one.
             1 => {
                 self.harness_setup.cookie_keys.keys[rng.random_below(2)] = CookieKey::random(&mut rng.0);
-                StateChange::SetKeys(self.harness_setup.cookie_keys)
+                LoadBalancerStateChange::SetCookieKeys(self.harness_setup.cookie_keys)
             }
             2..4 => {
                 let token_buckets =
                     TokenBucketSelector::ServiceSlot(service.service_slot, random_broadcast_reason(rng));
-                StateChange::SetHasBroadcastTokens(token_buckets, rng.random_bool(1, 2))
+                LoadBalancerStateChange::SetHasBroadcastTokens(token_buckets, rng.random_bool(1, 2))
             }
             4 if !service.server_ids.is_empty() => {
-                StateChange::SetServer(service.service_slot, rng.pick(&service.server_ids), None)
+                LoadBalancerStateChange::SetServer(service.service_slot, rng.pick(&service.server_ids), None)
             }
-            5 if !service.server_ids.is_empty() => {
-                StateChange::SetServerMasked(service.service_slot, rng.pick(&service.server_ids), rng.random_bool(2, 3))
-            }
+            5 if !service.server_ids.is_empty() => LoadBalancerStateChange::SetServerMasked(
+                service.service_slot,
+                rng.pick(&service.server_ids),
+                rng.random_bool(2, 3),
+            ),
             6..10 if !service.server_ids.is_empty() => {
                 let id = rng.pick(&service.server_ids);
                 self.services[service_index].random_server_change(id, rng)
@@ -398,7 +406,7 @@ impl PacketGeneratorState {
     }
 
     /// Returns a random change for which the load balancer waits for an RCU grace period.
-    pub fn random_change_with_grace_period(&mut self, rng: &mut FuzzRng) -> Option<StateChange> {
+    pub fn random_change_with_grace_period(&mut self, rng: &mut FuzzRng) -> Option<LoadBalancerStateChange> {
         let service_index = rng.random_below(self.services.len());
         self.random_table_change(service_index, rng)
     }
@@ -409,13 +417,13 @@ fn random_broadcast_reason(rng: &mut FuzzRng) -> BroadcastReason {
 }
 
 /// Returns a random change of a token bucket that limits broadcasts of several services.
-fn random_token_bucket_change(rng: &mut FuzzRng) -> StateChange {
+fn random_token_bucket_change(rng: &mut FuzzRng) -> LoadBalancerStateChange {
     let reason = random_broadcast_reason(rng);
     let token_buckets = match rng.random_below(2) {
         0 => TokenBucketSelector::WholeLoadBalancer(reason),
         _ => TokenBucketSelector::EveryEighthSourceFrom(rng.random_below(8)),
     };
-    StateChange::SetHasBroadcastTokens(token_buckets, rng.random_bool(3, 4))
+    LoadBalancerStateChange::SetHasBroadcastTokens(token_buckets, rng.random_bool(3, 4))
 }
 
 /// Returns all `elements`, or only one or two of them. The program is then compiled without the features of the missing

@@ -8,12 +8,12 @@ use coreward_model::ServerId;
 use coreward_model::consistency::ConsistencyMode;
 use coreward_model::cookie::{self, Cookie, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb_stamping;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 
 use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::{GeneratedService, PacketGeneratorState, TableConnection};
-use crate::harness::{OWN_MAC, TIME_KEY};
+use crate::harness::{LOAD_BALANCER_MAC, TIME_KEY};
 use crate::server_networks::SERVER_VLAN_IDS;
 use crate::{ipv6, mutate};
 
@@ -27,10 +27,10 @@ const TCP_FLAG_ACK: u8 = 0x10;
 pub fn write_random_packet(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.clear();
     match rng.random_below(100) {
-        0..2 => return mutate::write_random_packet(state, rng, packet),
+        0..2 => return mutate::write_packet_of_random_bytes(state, rng, packet),
         2..4 => write_packet_of_other_protocol(state, rng, packet),
         4..8 => write_fragment(state, rng, packet),
-        8..20 => write_icmp(state, rng, packet),
+        8..20 => write_icmp_message(state, rng, packet),
         20..40 => write_packet_from_server(state, rng, packet),
         _ => write_packet_to_service(state, rng, packet),
     }
@@ -106,7 +106,7 @@ fn random_service_and_destination<'a>(
 }
 
 fn random_ip_header(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) -> EthernetIpHeader {
-    let mut mac = OWN_MAC;
+    let mut mac = LOAD_BALANCER_MAC;
     match rng.random_below(60) {
         0 => mac = [0xff; 6],
         1 => rng.fill_bytes(&mut mac),
@@ -121,7 +121,7 @@ fn random_ip_header(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, 
         ip_identification: rng.next_u16(),
         // The flags are "don't fragment", none, or the reserved bit.
         fragment_flags_and_offset: rng.pick(&[0x4000, 0x4000, 0x4000, 0, 0x8000, 0xc000]),
-        option_words: if rng.random_bool(1, 20) { rng.random_below(11) } else { 0 },
+        option_word_count: if rng.random_bool(1, 20) { rng.random_below(11) } else { 0 },
         tos_and_ttl: [rng.next_u8(), rng.next_u8()],
     }
 }
@@ -129,12 +129,12 @@ fn random_ip_header(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, 
 /// Writes a client's packet to a service, mostly of that service's protocol.
 fn write_packet_to_service(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, service, vip) = random_client_and_destination(state, rng);
-    let is_udp = (service.address.protocol == Protocol::Udp) != rng.random_bool(1, 16);
+    let is_udp = (service.address.protocol == TransportProtocol::Udp) != rng.random_bool(1, 16);
     let payload_bytes = random_payload_length(rng);
     let ip_header =
         random_ip_header(rng, client.0, vip.0, if is_udp { frame::PROTOCOL_UDP } else { frame::PROTOCOL_TCP });
     if is_udp {
-        ip_header.append_frame(packet, |packet| frame::append_udp(packet, (client.1, vip.1), payload_bytes));
+        ip_header.append_frame(packet, |packet| frame::append_udp_datagram(packet, (client.1, vip.1), payload_bytes));
     } else {
         let tcp_header = random_tcp_header(state, service, rng, client, vip);
         let sequence_and_ack = (rng.next_u32(), rng.next_u32());
@@ -153,7 +153,7 @@ fn write_packet_from_server(state: &PacketGeneratorState, rng: &mut FuzzRng, pac
         state.services.iter().filter(|service| service.uses_lb_stamping()).collect();
     let service = if lb_stamped_services.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped_services) };
     let (client, source) = (random_client_address(state, rng), service.ipv4_address);
-    let mut server_mac = OWN_MAC;
+    let mut server_mac = LOAD_BALANCER_MAC;
     rng.fill_bytes(&mut server_mac);
     // At most four servers send packets, so that each sends several.
     if !service.server_macs.is_empty() && !rng.random_bool(1, 20) {
@@ -166,7 +166,7 @@ fn write_packet_from_server(state: &PacketGeneratorState, rng: &mut FuzzRng, pac
     };
     let tsecr = rng.next_u32();
     let tsval =
-        if rng.random_bool(1, 8) { rng.next_u32() } else { server_clock_ticks(state, &server_mac, client, rng) };
+        if rng.random_bool(1, 8) { rng.next_u32() } else { random_server_clock_ticks(state, &server_mac, client, rng) };
     let tcp_header = TcpHeader {
         source_and_destination_ports: (source.1, client.1),
         tcp_flags,
@@ -180,7 +180,7 @@ fn write_packet_from_server(state: &PacketGeneratorState, rng: &mut FuzzRng, pac
 
 /// Returns the present TSval of the server with this MAC address, less a random delay. Every fourth server has a
 /// separate clock for each connection, and half of these clocks tick every 10 ms.
-fn server_clock_ticks(
+fn random_server_clock_ticks(
     state: &PacketGeneratorState,
     server_mac: &[u8; 6],
     client: (Ipv4Addr, u16),
@@ -198,7 +198,7 @@ fn server_clock_ticks(
 }
 
 /// Writes an ICMP message. It is mostly an error that quotes a server's packet to a client, cut at a random length.
-fn write_icmp(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn write_icmp_message(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, service, vip) = random_client_and_destination(state, rng);
     let mut quoted_packet = Vec::new();
     let quoted_source = if rng.random_bool(1, 30) { client.0 } else { vip.0 };
@@ -208,13 +208,12 @@ fn write_icmp(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<
         ..random_ip_header(rng, quoted_source, client.0, service.address.protocol.iana_number())
     };
     match service.address.protocol {
-        Protocol::Udp => {
-            quoted_header.append_datagram(&mut quoted_packet, |packet| frame::append_udp(packet, (vip.1, client.1), 20))
-        }
-        Protocol::Tcp => {
+        TransportProtocol::Udp => quoted_header
+            .append_datagram(&mut quoted_packet, |packet| frame::append_udp_datagram(packet, (vip.1, client.1), 20)),
+        TransportProtocol::Tcp => {
             let tsval = random_tsecr(state, service, rng, ipv6::four_tuple(client, vip));
             let timestamp_option = timestamp_option(tsval, rng.next_u32());
-            let tcp_options = random_quoted_options(rng, &timestamp_option);
+            let tcp_options = random_quoted_tcp_options(rng, &timestamp_option);
             let tcp_header = TcpHeader {
                 source_and_destination_ports: (vip.1, client.1),
                 tcp_flags: TCP_FLAG_ACK,
@@ -225,7 +224,7 @@ fn write_icmp(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<
     }
     match rng.random_below(4) {
         // The shortest quotation of RFC 792 is the IP header and 8 bytes.
-        0 => quoted_packet.truncate(20 + 4 * quoted_header.option_words + 8),
+        0 => quoted_packet.truncate(20 + 4 * quoted_header.option_word_count + 8),
         1 => quoted_packet.truncate(rng.random_below(quoted_packet.len() + 1)),
         _ => {}
     }
@@ -240,7 +239,7 @@ fn write_icmp(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<
 }
 
 /// Returns TCP options for a packet that an ICMP error quotes.
-fn random_quoted_options(rng: &mut FuzzRng, timestamp_option: &[u8]) -> Vec<u8> {
+fn random_quoted_tcp_options(rng: &mut FuzzRng, timestamp_option: &[u8]) -> Vec<u8> {
     match rng.random_below(8) {
         0 => random_malformed_options(rng, timestamp_option),
         1 => Vec::new(),
@@ -414,7 +413,7 @@ fn write_packet_of_other_protocol(state: &PacketGeneratorState, rng: &mut FuzzRn
     let protocol = rng.pick(&[0, 2, 47, 132, 255]);
     let payload_bytes = random_payload_length(rng);
     random_ip_header(rng, client.0, vip.0, protocol)
-        .append_frame(packet, |packet| frame::append_udp(packet, (client.1, vip.1), payload_bytes));
+        .append_frame(packet, |packet| frame::append_udp_datagram(packet, (client.1, vip.1), payload_bytes));
 }
 
 /// Writes a fragment that belongs to one of a few datagrams. Later fragments therefore find the first one, and the
@@ -435,9 +434,9 @@ fn write_fragment(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut 
     };
     let tcp_header = random_tcp_header(state, service, rng, client, vip);
     match service.address.protocol {
-        Protocol::Tcp => ip_header.append_frame(packet, |packet| tcp_header.append_segment(packet, (1, 2), 8)),
-        Protocol::Udp => ip_header.append_frame(packet, |packet| {
-            frame::append_udp(packet, (client.1, vip.1), 8);
+        TransportProtocol::Tcp => ip_header.append_frame(packet, |packet| tcp_header.append_segment(packet, (1, 2), 8)),
+        TransportProtocol::Udp => ip_header.append_frame(packet, |packet| {
+            frame::append_udp_datagram(packet, (client.1, vip.1), 8);
             // The UDP header has the length of the whole datagram.
             let length_offset = packet.len() - 8 - 4;
             packet[length_offset..length_offset + 2].copy_from_slice(&(500u16).to_be_bytes());

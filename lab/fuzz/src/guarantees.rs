@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr};
 use coreward_model::lb::{MacAddress, TableOwnerReachability};
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::change::{ModelDifference, StateChange};
+use crate::change::{LoadBalancerStateChange, ModelDifference};
 use crate::frame::{ETHERNET_HEADER_BYTES, PROTOCOL_TCP, PROTOCOL_UDP, format_hex};
 use crate::ipv6;
 
@@ -24,7 +24,7 @@ struct ServiceExpectations {
     /// draining).
     eligibility_by_server: HashMap<ServerId, bool>,
     /// Servers that are members of the placement table.
-    table_servers: HashSet<ServerId>,
+    placement_table_servers: HashSet<ServerId>,
     /// Servers that the placement table marks as down.
     down_servers: HashSet<ServerId>,
     /// Clients of UDP flows that have already sent a packet.
@@ -99,7 +99,7 @@ impl ServiceExpectations {
             address,
             migration_balancer_id: None,
             eligibility_by_server: HashMap::new(),
-            table_servers: HashSet::new(),
+            placement_table_servers: HashSet::new(),
             down_servers: HashSet::new(),
             known_udp_clients: HashSet::new(),
         }
@@ -116,10 +116,10 @@ impl ServiceExpectations {
 
 impl ForwardingGuaranteeChecker {
     /// Updates the state after a change. `service_slots` are the slots of the services in a
-    /// [`StateChange::ReplaceServices`].
-    pub fn apply_change(&mut self, change: &StateChange, service_slots: &[usize]) {
+    /// [`LoadBalancerStateChange::ReplaceServices`].
+    pub fn apply_change(&mut self, change: &LoadBalancerStateChange, service_slots: &[usize]) {
         match change {
-            StateChange::ReplaceServices(services) => {
+            LoadBalancerStateChange::ReplaceServices(services) => {
                 let mut previous_services = std::mem::take(&mut self.services);
                 for ((address, mode), service_slot) in services.iter().zip(service_slots) {
                     let previous_service =
@@ -129,7 +129,7 @@ impl ForwardingGuaranteeChecker {
                     self.services.insert(*service_slot, service);
                 }
             }
-            StateChange::SetServer(service_slot, id, server) => {
+            LoadBalancerStateChange::SetServer(service_slot, id, server) => {
                 let Some(service) = self.services.get_mut(service_slot) else { return };
                 match server {
                     Some(server) => {
@@ -142,15 +142,17 @@ impl ForwardingGuaranteeChecker {
                     }
                 }
             }
-            StateChange::InstallTable(service_slot, table) => {
+            LoadBalancerStateChange::InstallPlacementTable(service_slot, table) => {
                 let Some(service) = self.services.get_mut(service_slot) else { return };
-                service.table_servers = table.members.iter().map(|member| member.server).collect();
+                service.placement_table_servers = table.members.iter().map(|member| member.server).collect();
                 service.down_servers = table.down_servers.iter().copied().collect();
             }
-            StateChange::SetOwner(owner_number, TableOwnerReachability::Reachable(mac)) => {
+            LoadBalancerStateChange::SetTableOwner(owner_number, TableOwnerReachability::Reachable(mac)) => {
                 _ = self.owner_macs.insert(owner_number.get(), *mac)
             }
-            StateChange::SetOwner(owner_number, _) => drop(self.owner_macs.remove(&owner_number.get())),
+            LoadBalancerStateChange::SetTableOwner(owner_number, _) => {
+                self.owner_macs.remove(&owner_number.get());
+            }
             _ => {}
         }
     }
@@ -169,7 +171,7 @@ impl ForwardingGuaranteeChecker {
         let broken_guarantee = self.find_broken_guarantee(&frame_header, destination_mac);
         self.record_udp_flow(&frame_header);
         broken_guarantee.map(|guarantee| ModelDifference {
-            compared_subject: format!("a guarantee of docs/design.md: {guarantee}"),
+            compared_item: format!("a guarantee of docs/design.md: {guarantee}"),
             reference_model_result: format_hex(frame),
             bpf_program_result: format_hex(processed_frame),
         })
@@ -200,7 +202,7 @@ impl ForwardingGuaranteeChecker {
         } else if is_new_connection && !goes_to_matching_server(&ServiceExpectations::takes_new_connections) {
             Some("a new connection goes to a server that takes new ones")
         } else if frame_header.protocol == PROTOCOL_UDP && frame_header.has_ports() {
-            self.find_flow_violation(&matching_services, frame_header, destination_mac)
+            self.find_udp_flow_violation(&matching_services, frame_header, destination_mac)
         } else {
             None
         }
@@ -246,7 +248,7 @@ impl ForwardingGuaranteeChecker {
     }
 
     /// Returns the guarantee for UDP flows that is broken if a datagram goes to this server, if any.
-    fn find_flow_violation(
+    fn find_udp_flow_violation(
         &self,
         services: &[&ServiceExpectations],
         frame_header: &FrameHeader,
@@ -269,9 +271,11 @@ impl ForwardingGuaranteeChecker {
             return Some("a new UDP flow goes to a server that takes new ones");
         }
         // The placement rule tries only some members of the table, so it may miss the eligible ones if they are few.
-        let eligible_server_count = service.table_servers.iter().filter(|id| can_take_new_flows(id)).count();
+        let eligible_server_count = service.placement_table_servers.iter().filter(|id| can_take_new_flows(id)).count();
         let are_all_down = servers_with_mac.iter().all(|id| service.is_server_down(*id));
-        (are_all_down && eligible_server_count > 0 && eligible_server_count * 2 >= service.table_servers.len())
-            .then_some("a UDP flow leaves a server that is down")
+        (are_all_down
+            && eligible_server_count > 0
+            && eligible_server_count * 2 >= service.placement_table_servers.len())
+        .then_some("a UDP flow leaves a server that is down")
     }
 }

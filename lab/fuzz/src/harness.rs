@@ -10,8 +10,8 @@ use coreward_dataplane::lb::{self as dataplane, OuterSourceAddresses, PacketRate
 use coreward_dataplane::mac;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Connection, ConnectionTableSize, ConnectionTimeouts, TableOwnerNumber};
-use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
+use coreward_model::connection_table::{ConnectionEntry, ConnectionTableSize, ConnectionTimeouts, TableOwnerNumber};
+use coreward_model::consistency::{CookieStamper, ServiceSettings};
 use coreward_model::cookie::{CookieKey, FleetCookieKeys};
 use coreward_model::lb::{
     BROADCAST_REASON_COUNT, BroadcastRates, FrameOutcome, LoadBalancer, LoadBalancerSettings, LoadBalancerVlans,
@@ -20,7 +20,7 @@ use coreward_model::lb::{
 use coreward_model::lb_stamping::ServerClock;
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::change::{ModelDifference, StateChange};
+use crate::change::{LoadBalancerStateChange, ModelDifference};
 use crate::frame::{ETHERNET_HEADER_BYTES, format_hex, ones_complement_sum, strip_vlan_tag};
 use crate::guarantees::ForwardingGuaranteeChecker;
 use crate::memory::{COUNTER_U64_COUNT, ProgramMaps};
@@ -31,12 +31,12 @@ const XDP_TX: i32 = 3;
 const NO_SERVICE_SLOT: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
 
 /// MAC address of the load balancer in tests with a single load balancer.
-pub const OWN_MAC: MacAddress = [2, 0, 0, 0, 0, 1];
+pub const LOAD_BALANCER_MAC: MacAddress = [2, 0, 0, 0, 0, 1];
 /// Timestamp key of all servers, and of all services with LB-side stamping.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
 /// Broadcast rate of one packet per second, with a burst that never runs out. Whether a token is available therefore
-/// depends on the state ([`StateChange::SetHasBroadcastTokens`]), not on the time.
+/// depends on the state ([`LoadBalancerStateChange::SetHasBroadcastTokens`]), not on the time.
 const BROADCAST_RATE: PacketRateLimit = PacketRateLimit { packets_per_second: 1, burst_packets: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
@@ -112,7 +112,7 @@ impl LoadedBpfProgram {
         let outer_sources =
             OuterSourceAddresses { ipv4: setup.outer_header.source_ipv4, ipv6: setup.outer_header.source_ipv6 };
         load_balancer.set_outer_sources_and_mtu(outer_sources, setup.outer_header.mtu_bytes as u32);
-        load_balancer.set_traffic_counting(setup.counts_traffic)?;
+        load_balancer.set_server_traffic_counting(setup.counts_traffic)?;
         if setup.vlans.is_tagging_enabled {
             load_balancer.enable_server_vlans(SERVER_VLAN_IDS.iter().map(|id| vlan_from_id(*id)).collect())?;
         }
@@ -126,37 +126,43 @@ impl LoadedBpfProgram {
     }
 
     /// Applies a change to the program. `service_slots` are the slots that the reference model has assigned to the
-    /// services of a [`StateChange::ReplaceServices`]. `freed_connections` are the connections of a
-    /// [`StateChange::FreeEntries`].
+    /// services of a [`LoadBalancerStateChange::ReplaceServices`]. `freed_connections` are the connections of a
+    /// [`LoadBalancerStateChange::FreeConnectionEntries`].
     fn apply_change(
         &mut self,
-        change: &StateChange,
+        change: &LoadBalancerStateChange,
         service_slots: &[usize],
-        freed_connections: &[Connection],
+        freed_connections: &[ConnectionEntry],
     ) -> anyhow::Result<()> {
         match change {
-            StateChange::SetKeys(keys) => self.load_balancer.set_cookie_keys(keys),
-            StateChange::ReplaceServices(services) => self.replace_services(services, service_slots)?,
-            StateChange::SetServer(service_slot, id, server) => self.set_server(*service_slot, *id, *server)?,
-            StateChange::SetServerMasked(service_slot, id, is_masked) => {
+            LoadBalancerStateChange::SetCookieKeys(keys) => self.load_balancer.set_cookie_keys(keys),
+            LoadBalancerStateChange::ReplaceServices(services) => self.replace_services(services, service_slots)?,
+            LoadBalancerStateChange::SetServer(service_slot, id, server) => {
+                self.set_server(*service_slot, *id, *server)?
+            }
+            LoadBalancerStateChange::SetServerMasked(service_slot, id, is_masked) => {
                 self.load_balancer.set_server_masked(self.service_index(*service_slot), *id, *is_masked)
             }
-            StateChange::InstallTable(service_slot, table) => {
+            LoadBalancerStateChange::InstallPlacementTable(service_slot, table) => {
                 self.load_balancer.install_table(self.service_index(*service_slot), table)?
             }
-            StateChange::SetHasBroadcastTokens(buckets, has_tokens) => {
+            LoadBalancerStateChange::SetHasBroadcastTokens(buckets, has_tokens) => {
                 self.program_maps.set_tokens_paid_until(*buckets, tokens_paid_until_ns(*has_tokens))
             }
-            StateChange::SetLocalOwnerNumber(owner_number) => self.load_balancer.set_owner_number(*owner_number),
-            StateChange::LimitEntriesPerPrefix(max_entries) => self.program_maps.limit_entries_per_source(*max_entries),
-            StateChange::SetOwner(owner_number, owner) => self.set_table_owner(*owner_number, *owner),
-            StateChange::SetClock(clock) => {
+            LoadBalancerStateChange::SetLocalOwnerNumber(owner_number) => {
+                self.load_balancer.set_owner_number(*owner_number)
+            }
+            LoadBalancerStateChange::LimitEntriesPerPrefix(max_entries) => {
+                self.program_maps.limit_entries_per_source(*max_entries)
+            }
+            LoadBalancerStateChange::SetTableOwner(owner_number, owner) => self.set_table_owner(*owner_number, *owner),
+            LoadBalancerStateChange::SetClock(clock) => {
                 self.load_balancer.tick_packet_clock(Duration::from_millis(u64::from(clock.0) * 100))
             }
-            StateChange::SweepExpiredEntries => {
+            LoadBalancerStateChange::SweepExpiredEntries => {
                 drop(self.load_balancer.scan_expired_connections(&ConnectionTimeouts::default(), 0))
             }
-            StateChange::FreeEntries(_) => {
+            LoadBalancerStateChange::FreeConnectionEntries(_) => {
                 let freed_count = self.load_balancer.free_connections(freed_connections)?;
                 ensure!(
                     freed_count == freed_connections.len(),
@@ -176,7 +182,7 @@ impl LoadedBpfProgram {
         let service_indexes = self.load_balancer.set_services(services)?;
         self.service_index_by_slot.fill(None);
         for (((_, mode), service_slot), service_index) in services.iter().zip(service_slots).zip(service_indexes) {
-            if mode.timestamps == TimestampOrigin::LoadBalancer {
+            if mode.timestamps == CookieStamper::LoadBalancer {
                 self.load_balancer.set_time_key(service_index, TIME_KEY);
             }
             self.service_index_by_slot[*service_slot] = Some(service_index);
@@ -211,7 +217,7 @@ impl LoadedBpfProgram {
     }
 
     fn process_frame(&mut self, frame: &[u8]) -> anyhow::Result<(i32, usize)> {
-        test_run::run_into_buffer(self.load_balancer.program_fd(), frame, &mut self.processed_frame)
+        test_run::run_program_into_buffer(self.load_balancer.program_fd(), frame, &mut self.processed_frame)
             .with_context(|| format!("a test run of {} bytes", frame.len()))
     }
 }
@@ -227,7 +233,7 @@ fn compare_values<T: PartialEq>(
     to_text: impl Fn(&T) -> String,
 ) -> Option<ModelDifference> {
     (expected != actual).then(|| ModelDifference {
-        compared_subject: subject.to_owned(),
+        compared_item: subject.to_owned(),
         reference_model_result: to_text(&expected),
         bpf_program_result: to_text(&actual),
     })
@@ -246,7 +252,7 @@ fn find_broken_checksum(frame_before: &[u8], frame_after: &[u8]) -> Option<Model
         && frame_before[ETHERNET_HEADER_BYTES..] != frame_after[ETHERNET_HEADER_BYTES..];
     (is_packet_changed && has_correct_checksum(frame_before) && !has_correct_checksum(frame_after)).then(|| {
         ModelDifference {
-            compared_subject: "an IP header checksum was right and is not any more".to_owned(),
+            compared_item: "an IP header checksum was right and is not any more".to_owned(),
             reference_model_result: format_hex(frame_before),
             bpf_program_result: format_hex(frame_after),
         }
@@ -271,7 +277,7 @@ impl FuzzHarness {
     /// capabilities.
     pub fn new(setup: FuzzHarnessSetup, runs_bpf_program: bool) -> anyhow::Result<Self> {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST_RATE.burst_packets - 1);
-        let broadcast_rate = TokenBucketRate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
+        let broadcast_rate = TokenBucketRate { token_interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
         let settings = LoadBalancerSettings {
             broadcast_rates: [BroadcastRates {
                 per_source: broadcast_rate,
@@ -296,37 +302,45 @@ impl FuzzHarness {
         })
     }
 
-    /// Applies `change` to the program and the model. Returns the slots of a [`StateChange::ReplaceServices`]. Fails
-    /// when the kernel or the load balancer rejects the change.
-    pub fn apply_change(&mut self, change: &StateChange) -> anyhow::Result<Vec<usize>> {
+    /// Applies `change` to the program and the model. Returns the slots of a
+    /// [`LoadBalancerStateChange::ReplaceServices`]. Fails when the kernel or the load balancer rejects the change.
+    pub fn apply_change(&mut self, change: &LoadBalancerStateChange) -> anyhow::Result<Vec<usize>> {
         let mut service_slots = Vec::new();
-        let freed_connections: Vec<Connection> = match change {
-            StateChange::FreeEntries(indexes) => {
+        let freed_connections: Vec<ConnectionEntry> = match change {
+            LoadBalancerStateChange::FreeConnectionEntries(indexes) => {
                 indexes.iter().filter_map(|index| self.model.connection_at(*index)).collect()
             }
             _ => Vec::new(),
         };
         match change {
-            StateChange::SetKeys(keys) => self.model.set_cookie_keys(*keys),
-            StateChange::ReplaceServices(services) => service_slots = self.replace_services(services),
-            StateChange::SetServer(service_slot, id, server) => {
+            LoadBalancerStateChange::SetCookieKeys(keys) => self.model.set_cookie_keys(*keys),
+            LoadBalancerStateChange::ReplaceServices(services) => service_slots = self.replace_services(services),
+            LoadBalancerStateChange::SetServer(service_slot, id, server) => {
                 self.model.set_tunnel_endpoint(*id, server_tunnel_endpoint(*id));
                 self.model.set_server_vlan(*id, server_vlan(*id));
                 self.model.set_server(*service_slot, *id, *server);
             }
-            StateChange::SetServerMasked(service_slot, id, is_masked) => {
+            LoadBalancerStateChange::SetServerMasked(service_slot, id, is_masked) => {
                 self.model.set_server_locally_down(*service_slot, *id, *is_masked)
             }
-            StateChange::InstallTable(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
-            StateChange::SetHasBroadcastTokens(buckets, has_tokens) => {
-                self.model.set_paid_until(*buckets, tokens_paid_until_ns(*has_tokens))
+            LoadBalancerStateChange::InstallPlacementTable(service_slot, table) => {
+                self.model.install_table(*service_slot, table.clone())
             }
-            StateChange::SetLocalOwnerNumber(owner_number) => self.model.set_owner_number(*owner_number),
-            StateChange::LimitEntriesPerPrefix(max_entries) => self.model.set_max_entries_per_source(*max_entries),
-            StateChange::SetOwner(owner_number, owner) => self.model.set_other_owner(*owner_number, *owner),
-            StateChange::SetClock(clock) => self.model.set_clock(*clock),
-            StateChange::SweepExpiredEntries => self.model.record_sweep(),
-            StateChange::FreeEntries(_) => self.model.free_unchanged_connections(&freed_connections),
+            LoadBalancerStateChange::SetHasBroadcastTokens(buckets, has_tokens) => {
+                self.model.set_token_bucket_paid_until(*buckets, tokens_paid_until_ns(*has_tokens))
+            }
+            LoadBalancerStateChange::SetLocalOwnerNumber(owner_number) => self.model.set_owner_number(*owner_number),
+            LoadBalancerStateChange::LimitEntriesPerPrefix(max_entries) => {
+                self.model.set_max_entries_per_source(*max_entries)
+            }
+            LoadBalancerStateChange::SetTableOwner(owner_number, owner) => {
+                self.model.set_other_owner_reachability(*owner_number, *owner)
+            }
+            LoadBalancerStateChange::SetClock(clock) => self.model.set_current_time(*clock),
+            LoadBalancerStateChange::SweepExpiredEntries => self.model.record_connection_table_sweep(),
+            LoadBalancerStateChange::FreeConnectionEntries(_) => {
+                self.model.free_unchanged_connections(&freed_connections)
+            }
         }
         if let Some(program) = &mut self.program {
             program.apply_change(change, &service_slots, &freed_connections)?;
@@ -345,7 +359,7 @@ impl FuzzHarness {
                 self.expected_counters[*service_slot] = [0; COUNTER_U64_COUNT];
             }
             self.model.set_broadcast_vlan(*service_slot, broadcast_vlan(*service_slot));
-            if mode.timestamps == TimestampOrigin::LoadBalancer {
+            if mode.timestamps == CookieStamper::LoadBalancer {
                 self.model.set_time_key(*service_slot, TIME_KEY);
             }
         }
@@ -353,11 +367,11 @@ impl FuzzHarness {
     }
 
     /// Returns whether the service that `change` refers to exists.
-    pub fn is_applicable(&self, change: &StateChange) -> bool {
+    pub fn is_applicable(&self, change: &LoadBalancerStateChange) -> bool {
         match change {
-            StateChange::SetServer(service_slot, ..)
-            | StateChange::SetServerMasked(service_slot, ..)
-            | StateChange::InstallTable(service_slot, _) => self.model.has_service(*service_slot),
+            LoadBalancerStateChange::SetServer(service_slot, ..)
+            | LoadBalancerStateChange::SetServerMasked(service_slot, ..)
+            | LoadBalancerStateChange::InstallPlacementTable(service_slot, _) => self.model.has_service(*service_slot),
             _ => true,
         }
     }
@@ -465,7 +479,7 @@ impl FuzzHarness {
         let mut service_differences =
             service_slots.filter_map(|service_slot| self.compare_service(program, service_slot));
         counter_difference.or_else(|| service_differences.next()).or_else(|| traffic_differences.next()).or_else(|| {
-            let expected_placements = self.model.recent_placements().to_vec();
+            let expected_placements = self.model.recent_placement_words().to_vec();
             compare_values(
                 "recent_placements",
                 expected_placements,
@@ -476,7 +490,7 @@ impl FuzzHarness {
     }
 
     fn compare_service(&self, program: &LoadedBpfProgram, service_slot: usize) -> Option<ModelDifference> {
-        let assigned_counts = self.model.assigned_connection_counts(service_slot).to_vec();
+        let assigned_counts = self.model.assigned_connections_by_core_slot(service_slot).to_vec();
         let actual_counts = program
             .load_balancer
             .assigned_connection_counts(program.service_index(service_slot), assigned_counts.len() as u16);
@@ -503,7 +517,7 @@ impl FuzzHarness {
                 clock.steady_sample_count.into(),
                 clock.syn_ack_count,
                 clock.timestamped_syn_ack_count,
-                clock.disagreement_count,
+                clock.offset_disagreement_count,
             ]
         };
         let program_clock_values = |clock: dataplane::ServerClockMeasurements| {
@@ -512,7 +526,7 @@ impl FuzzHarness {
                 clock.steady_sample_count.into(),
                 clock.syn_ack_count,
                 clock.timestamped_syn_ack_count,
-                clock.disagreeing_reply_count,
+                clock.disagreeing_syn_ack_count,
             ]
         };
         let model_clocks = self
@@ -535,7 +549,7 @@ impl FuzzHarness {
     /// when the kernel's tables cannot be read.
     pub fn compare_large_tables(&self) -> anyhow::Result<Option<ModelDifference>> {
         let Some(program) = &self.program else { return Ok(None) };
-        let used_entry_counts = (self.model.connections().count(), program.load_balancer.scan_used_entry_count());
+        let used_entry_counts = (self.model.connections().count(), program.load_balancer.count_used_entries_by_scan());
         let connection_difference = self.model.connections().find_map(|expected| {
             let service_slot = usize::from(expected.identity.service_slot);
             let service_index = program.service_index_by_slot[service_slot]?;

@@ -80,7 +80,7 @@ impl ProgramMaps {
                 store_word(offset_of!(intf::broadcast_buckets, total), reason as usize)
             }
             TokenBucketSelector::EveryEighthSourceFrom(first) => {
-                TokenBucketSelector::source_bucket_indexes(first)
+                TokenBucketSelector::source_token_bucket_indexes(first)
                     .for_each(|word_index| store_word(offset_of!(intf::broadcast_buckets, per_source), word_index));
             }
         }

@@ -3,7 +3,7 @@
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::PacketGeneratorState;
-use crate::harness::OWN_MAC;
+use crate::harness::LOAD_BALANCER_MAC;
 
 /// Minimum length of a frame that the kernel accepts for a test run (bytes).
 pub const MIN_FRAME_BYTES: usize = 14;
@@ -13,12 +13,12 @@ pub const MAX_FRAME_BYTES: usize = 2048;
 const BOUNDARY_BYTES: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];
 
 /// Writes a packet of random bytes, which are either the whole frame or the payload after valid headers.
-pub fn write_random_packet(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+pub fn write_packet_of_random_bytes(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.resize(MIN_FRAME_BYTES + rng.random_below(200), 0);
     rng.fill_bytes(packet);
     if packet.len() >= ETHERNET_HEADER_BYTES + 20 && rng.random_bool(15, 16) {
         let vip = state.services[rng.random_below(state.services.len())].ipv4_address;
-        packet[..6].copy_from_slice(&OWN_MAC);
+        packet[..6].copy_from_slice(&LOAD_BALANCER_MAC);
         packet[12..14].copy_from_slice(&[8, 0]);
         packet[ETHERNET_HEADER_BYTES + 9] = rng.pick(&[1, 6, 17]);
         packet[ETHERNET_HEADER_BYTES + 16..ETHERNET_HEADER_BYTES + 20].copy_from_slice(&vip.0.octets());

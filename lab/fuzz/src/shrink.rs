@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::change::ModelDifference;
-use crate::epoch::{EpochStep, FuzzEpoch};
+use crate::epoch::{FuzzEpoch, FuzzEpochStep};
 use crate::harness::{FuzzHarness, FuzzHarnessSetup};
 use crate::mutate::MIN_FRAME_BYTES;
 
@@ -14,7 +14,7 @@ const SHRINK_TIMEOUT: Duration = Duration::from_secs(90);
 #[derive(Debug)]
 pub struct FailingStepSequence {
     /// Steps in their order, of which the last one is a packet.
-    pub steps: Vec<EpochStep>,
+    pub steps: Vec<FuzzEpochStep>,
     pub difference: ModelDifference,
 }
 
@@ -25,17 +25,17 @@ struct StepSequenceShrinker {
 
 impl StepSequenceShrinker {
     /// Runs `steps` on a new harness. Returns the difference between program and model after the last step, if any.
-    fn find_difference(&self, steps: &[EpochStep]) -> anyhow::Result<Option<ModelDifference>> {
+    fn find_difference(&self, steps: &[FuzzEpochStep]) -> anyhow::Result<Option<ModelDifference>> {
         let mut harness = FuzzHarness::new(self.setup, true)?;
         let mut last_difference = None;
         for step in steps {
             last_difference = match step {
                 // A change may be invalid without earlier steps, because its server's service may not exist.
-                EpochStep::Change(change) if harness.is_applicable(change) => {
+                FuzzEpochStep::Change(change) if harness.is_applicable(change) => {
                     harness.apply_change(change).map(|_| None)?
                 }
-                EpochStep::Change(_) => None,
-                EpochStep::Packet(frame) => harness.process_packet(frame)?.1,
+                FuzzEpochStep::Change(_) => None,
+                FuzzEpochStep::Packet(frame) => harness.process_packet(frame)?.1,
             };
         }
         match last_difference.or_else(|| harness.compare_state()) {
@@ -46,7 +46,7 @@ impl StepSequenceShrinker {
 
     /// Returns the length of the shortest prefix of `steps` after which program and model differ. A difference in the
     /// state may be found long after its cause.
-    fn shortest_failing_prefix_length(&self, steps: &[EpochStep]) -> anyhow::Result<usize> {
+    fn shortest_failing_prefix_length(&self, steps: &[FuzzEpochStep]) -> anyhow::Result<usize> {
         let (mut longest_passing_length, mut shortest_failing_length) = (0, steps.len());
         while longest_passing_length + 1 < shortest_failing_length {
             let tried_length = longest_passing_length.midpoint(shortest_failing_length);
@@ -81,17 +81,17 @@ impl StepSequenceShrinker {
     }
 
     /// Shortens the last packet and zeroes its bytes. Keeps each change only if program and model still differ.
-    fn simplify_packet(&self, sequence: &mut FailingStepSequence) -> anyhow::Result<()> {
+    fn simplify_last_packet(&self, sequence: &mut FailingStepSequence) -> anyhow::Result<()> {
         let replace_if_still_failing = |sequence: &mut FailingStepSequence, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = sequence.steps.clone();
-            *steps.last_mut().expect("a packet at the end") = EpochStep::Packet(frame);
+            *steps.last_mut().expect("a packet at the end") = FuzzEpochStep::Packet(frame);
             if let Some(difference) = self.find_difference(&steps)? {
                 *sequence = FailingStepSequence { steps, difference };
             }
             Ok(())
         };
         let copy_last_frame = |sequence: &FailingStepSequence| match sequence.steps.last() {
-            Some(EpochStep::Packet(frame)) => frame.clone(),
+            Some(FuzzEpochStep::Packet(frame)) => frame.clone(),
             _ => Vec::new(),
         };
         for cut_bytes in [256, 64, 16, 4, 1] {
@@ -116,7 +116,7 @@ impl StepSequenceShrinker {
 
 /// Shrinks the steps of an epoch in which packet number `failing_packet_number` shows a difference. Returns `None` if
 /// the difference cannot be reproduced.
-pub fn shrink_epoch(seed: u64, failing_packet_number: u64) -> anyhow::Result<Option<FailingStepSequence>> {
+pub fn shrink_failing_epoch(seed: u64, failing_packet_number: u64) -> anyhow::Result<Option<FailingStepSequence>> {
     let (setup, mut steps) = FuzzEpoch::record_steps(seed, failing_packet_number)?;
     let shrinker = StepSequenceShrinker { setup, deadline: Instant::now() + SHRINK_TIMEOUT };
     if shrinker.find_difference(&steps)?.is_none() {
@@ -132,12 +132,12 @@ pub fn shrink_epoch(seed: u64, failing_packet_number: u64) -> anyhow::Result<Opt
         .steps
         .iter()
         .enumerate()
-        .filter(|(step_index, step)| *step_index == last_index || matches!(step, EpochStep::Change(_)));
-    let shortened_steps: Vec<EpochStep> = changes_and_last_step.map(|(_, step)| step.clone()).collect();
+        .filter(|(step_index, step)| *step_index == last_index || matches!(step, FuzzEpochStep::Change(_)));
+    let shortened_steps: Vec<FuzzEpochStep> = changes_and_last_step.map(|(_, step)| step.clone()).collect();
     if let Some(difference) = shrinker.find_difference(&shortened_steps)? {
         sequence = FailingStepSequence { steps: shortened_steps, difference };
     }
     shrinker.remove_needless_steps(&mut sequence)?;
-    shrinker.simplify_packet(&mut sequence)?;
+    shrinker.simplify_last_packet(&mut sequence)?;
     Ok(Some(sequence))
 }

@@ -7,7 +7,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 /// Distribution of the gaps between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ArrivalProcess {
+pub enum RequestArrivalProcess {
     /// Poisson process: gaps are independent and exponential
     Poisson,
     /// All gaps are equal
@@ -16,8 +16,8 @@ pub enum ArrivalProcess {
 
 /// Generator of the times at which requests are due, in ascending order from 0.
 #[derive(Debug)]
-pub struct ArrivalSchedule {
-    arrival_process: ArrivalProcess,
+pub struct RequestArrivalSchedule {
+    arrival_process: RequestArrivalProcess,
     mean_gap_ns: f64,
     /// Due time of the next request (ns). It is a float, because truncation to whole ns would change a rate of 600,000
     /// requests per second by 0.04 %.
@@ -25,10 +25,10 @@ pub struct ArrivalSchedule {
     rng: Xoshiro256PlusPlus,
 }
 
-impl ArrivalSchedule {
+impl RequestArrivalSchedule {
     /// Creates a schedule with `requests_per_second`, which must be above 0. Schedules with the same `seed` differ if
     /// they differ in `rng_stream`.
-    pub fn new(arrivals: ArrivalProcess, requests_per_second: f64, seed: u64, rng_stream: u64) -> Self {
+    pub fn new(arrivals: RequestArrivalProcess, requests_per_second: f64, seed: u64, rng_stream: u64) -> Self {
         let mut schedule = Self {
             arrival_process: arrivals,
             mean_gap_ns: 1e9 / requests_per_second,
@@ -47,8 +47,8 @@ impl ArrivalSchedule {
     /// Advances the schedule to the following request.
     pub fn advance_to_next_request(&mut self) {
         self.next_due_ns += match self.arrival_process {
-            ArrivalProcess::Poisson => draw_exponential(&mut self.rng) * self.mean_gap_ns,
-            ArrivalProcess::Fixed => self.mean_gap_ns,
+            RequestArrivalProcess::Poisson => draw_exponential(&mut self.rng) * self.mean_gap_ns,
+            RequestArrivalProcess::Fixed => self.mean_gap_ns,
         };
     }
 }
@@ -57,8 +57,13 @@ impl ArrivalSchedule {
 mod tests {
     use super::*;
 
-    fn arrival_gaps_ns(arrivals: ArrivalProcess, requests_per_second: f64, seed: u64, gap_count: usize) -> Vec<f64> {
-        let mut schedule = ArrivalSchedule::new(arrivals, requests_per_second, seed, 1);
+    fn arrival_gaps_ns(
+        arrivals: RequestArrivalProcess,
+        requests_per_second: f64,
+        seed: u64,
+        gap_count: usize,
+    ) -> Vec<f64> {
+        let mut schedule = RequestArrivalSchedule::new(arrivals, requests_per_second, seed, 1);
         let mut last_due_ns = 0;
         let compute_next_gap = |_| {
             let due_ns = schedule.next_due_ns();
@@ -74,7 +79,7 @@ mod tests {
     fn poisson_gaps_have_the_mean_and_variance_of_an_exponential_distribution() {
         for (seed, rate) in [(1, 1_000.0), (2, 50_000.0), (3, 700_000.0)] {
             let (count, mean_ns) = (200_000, 1e9 / rate);
-            let gaps = arrival_gaps_ns(ArrivalProcess::Poisson, rate, seed, count);
+            let gaps = arrival_gaps_ns(RequestArrivalProcess::Poisson, rate, seed, count);
             let mean = gaps.iter().sum::<f64>() / count as f64;
             let variance = gaps.iter().map(|gap_ns| (gap_ns - mean).powi(2)).sum::<f64>() / count as f64;
             // The tolerances are four standard errors. 200,000 exponential gaps have standard errors of 0.22 % (mean)
@@ -90,7 +95,7 @@ mod tests {
         // other.
         let mut arrival_counts_by_window = vec![0.0; 2_000];
         let mut arrival_ns = 0.0;
-        for gap_ns in arrival_gaps_ns(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
+        for gap_ns in arrival_gaps_ns(RequestArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
             arrival_ns += gap_ns;
             let window_index = (arrival_ns / 10e6) as usize;
             if window_index < arrival_counts_by_window.len() {
@@ -108,14 +113,14 @@ mod tests {
 
     #[test]
     fn sum_of_fixed_gaps_has_an_error_of_at_most_one_nanosecond() {
-        let mut schedule = ArrivalSchedule::new(ArrivalProcess::Fixed, 600_000.0, 1, 1);
+        let mut schedule = RequestArrivalSchedule::new(RequestArrivalProcess::Fixed, 600_000.0, 1, 1);
         (1..600_000).for_each(|_| schedule.advance_to_next_request());
         assert!((999_999_999..=1_000_000_001).contains(&schedule.next_due_ns()), "{}", schedule.next_due_ns());
     }
 
     #[test]
     fn equal_seeds_give_equal_schedules_and_other_seeds_do_not() {
-        let gaps_of_seed = |seed| arrival_gaps_ns(ArrivalProcess::Poisson, 1_000.0, seed, 100);
+        let gaps_of_seed = |seed| arrival_gaps_ns(RequestArrivalProcess::Poisson, 1_000.0, seed, 100);
         assert_eq!(gaps_of_seed(7), gaps_of_seed(7));
         assert_ne!(gaps_of_seed(7), gaps_of_seed(8));
     }

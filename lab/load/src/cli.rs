@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum;
-use coreward_sim::output::{PrintableResult as _, ResultFormat};
+use coreward_sim::output::{PrintableResult as _, SimulationResultFormat};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::arrivals::{ArrivalProcess, ArrivalSchedule};
+use crate::arrivals::{RequestArrivalProcess, RequestArrivalSchedule};
 use crate::dns::DnsQuery;
 use crate::event_loop::now_ns;
-use crate::generator::{self, PhaseDurations, RequestStream};
+use crate::generator::{self, LoadRunPhaseDurations, RequestStream};
 use crate::histogram_log::{HistogramLogOutput, LatencyHistogramLog};
 use crate::key_value::MAX_VALUE_BYTES;
 use crate::report::LoadRunReport;
@@ -31,11 +31,11 @@ const RNG_STREAM_MEASURED_ARRIVALS: u64 = 0x6c6f_6113;
 const RNG_STREAM_MEASURED_REQUESTS: u64 = 0x6c6f_6114;
 
 /// Whether SIGINT or SIGTERM was received. The run then stops early, and reports the results that it has so far.
-static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static IS_LOAD_RUN_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Options of `coreward-lab load`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct LoadArgs {
+pub struct LoadGeneratorArgs {
     /// Address and port of the service
     #[arg(value_name = "ADDRESS:PORT")]
     pub target: SocketAddr,
@@ -43,19 +43,19 @@ pub struct LoadArgs {
     #[arg(long, value_enum, default_value_t = TransportName::Udp)]
     pub transport: TransportName,
     /// Requests due per second
-    #[arg(long, value_parser = parse_positive)]
+    #[arg(long, value_parser = parse_positive_number)]
     pub rate: f64,
     /// Distribution of the gaps between requests
-    #[arg(long, value_enum, default_value_t = ArrivalProcess::Poisson)]
-    pub arrivals: ArrivalProcess,
+    #[arg(long, value_enum, default_value_t = RequestArrivalProcess::Poisson)]
+    pub arrivals: RequestArrivalProcess,
     /// Duration of the measurement (s)
-    #[arg(long, value_parser = parse_positive, default_value_t = 10.0)]
+    #[arg(long, value_parser = parse_positive_number, default_value_t = 10.0)]
     pub seconds: f64,
     /// Duration of the warm-up before the measurement (s)
-    #[arg(long, value_parser = parse_not_negative, default_value_t = 1.0)]
+    #[arg(long, value_parser = parse_non_negative_number, default_value_t = 1.0)]
     pub warm_up: f64,
     /// Time after which an unanswered request is lost, counted from its due time (s)
-    #[arg(long, value_parser = parse_positive, default_value_t = 2.0)]
+    #[arg(long, value_parser = parse_positive_number, default_value_t = 2.0)]
     pub timeout: f64,
     /// Number of source ports (sockets or connections); each request uses a random one
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=16_384))]
@@ -78,11 +78,11 @@ pub struct LoadArgs {
     pub service: Option<ScaledServiceTimeDistribution>,
     /// Factor by which the service times of --service are multiplied. With --mix, requests ask for the service times of
     /// Turbo's Figure 7 (GET 0.975 us ...) times this factor, instead of leaving service times to the server
-    #[arg(long, value_name = "FACTOR", value_parser = parse_positive)]
+    #[arg(long, value_name = "FACTOR", value_parser = parse_positive_number)]
     pub multiplier: Option<f64>,
     /// Rate (1/s) of an additional Poisson stream of short requests, which is measured separately: the first type of
     /// --mix, or the shortest of --service
-    #[arg(long, value_name = "RATE", value_parser = parse_positive)]
+    #[arg(long, value_name = "RATE", value_parser = parse_positive_number)]
     pub measure: Option<f64>,
     /// Number of keys, which requests draw uniformly: user0000000000 and on
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
@@ -98,19 +98,19 @@ pub struct LoadArgs {
     #[arg(long, value_name = "QUERY,...", value_delimiter = ',')]
     pub query: Vec<DnsQuery>,
     /// Path of HTTP requests
-    #[arg(long, default_value = "/", value_parser = parse_path)]
+    #[arg(long, default_value = "/", value_parser = parse_http_path)]
     pub path: String,
     /// Write the latencies of each second and class to this file, in HdrHistogram's log format
     #[arg(long, value_name = "FILE")]
     pub histogram_log: Option<PathBuf>,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
-    pub format: ResultFormat,
+    #[arg(long, value_enum, default_value_t = SimulationResultFormat::Text)]
+    pub format: SimulationResultFormat,
 }
 
-impl LoadArgs {
-    fn phase_durations(&self) -> PhaseDurations {
-        PhaseDurations {
+impl LoadGeneratorArgs {
+    fn phase_durations(&self) -> LoadRunPhaseDurations {
+        LoadRunPhaseDurations {
             warm_up_ns: seconds_to_ns(self.warm_up),
             measurement_ns: seconds_to_ns(self.seconds),
             timeout_ns: seconds_to_ns(self.timeout),
@@ -131,39 +131,40 @@ pub enum TransportName {
     Http,
 }
 
-fn parse_number(text: &str, is_in_range: fn(f64) -> bool, expected_range: &str) -> Result<f64, String> {
+fn parse_number_in_range(text: &str, is_in_range: fn(f64) -> bool, expected_range: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && is_in_range(*number));
     number.ok_or_else(|| format!("expected a number {expected_range}"))
 }
 
-fn parse_positive(text: &str) -> Result<f64, String> {
-    parse_number(text, |number| number > 0.0 && number <= 1e7, "above 0, at most 10000000")
+fn parse_positive_number(text: &str) -> Result<f64, String> {
+    parse_number_in_range(text, |number| number > 0.0 && number <= 1e7, "above 0, at most 10000000")
 }
 
-fn parse_not_negative(text: &str) -> Result<f64, String> {
-    parse_number(text, |number| (0.0..=1e6).contains(&number), "from 0 to 1000000")
+fn parse_non_negative_number(text: &str) -> Result<f64, String> {
+    parse_number_in_range(text, |number| (0.0..=1e6).contains(&number), "from 0 to 1000000")
 }
 
-fn parse_path(text: &str) -> Result<String, String> {
+fn parse_http_path(text: &str) -> Result<String, String> {
     let is_valid = text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic());
     if is_valid { Ok(text.to_owned()) } else { Err("expected a path from / on, without blanks".to_owned()) }
 }
 
 /// Sends requests to a service and returns the report. Fails when an option is invalid, a source address or port cannot
 /// be bound, or the target is unreachable.
-pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
+pub fn run(args: &LoadGeneratorArgs) -> anyhow::Result<String> {
     let report = run_measurement(args)?;
     Ok(report.render(args.format))
 }
 
-fn run_measurement(args: &LoadArgs) -> anyhow::Result<LoadRunReport> {
+fn run_measurement(args: &LoadGeneratorArgs) -> anyhow::Result<LoadRunReport> {
     let main_workload = build_workload(args, RNG_STREAM_REQUESTS)?;
     let request_types = main_workload.request_types().to_vec();
-    let schedule = ArrivalSchedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
+    let schedule = RequestArrivalSchedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
     let mut streams = vec![RequestStream { schedule, workload: main_workload, first_class_index: 0 }];
     let measured_type = request_types[0];
     if let Some(rate) = args.measure {
-        let schedule = ArrivalSchedule::new(ArrivalProcess::Poisson, rate, args.seed, RNG_STREAM_MEASURED_ARRIVALS);
+        let schedule =
+            RequestArrivalSchedule::new(RequestArrivalProcess::Poisson, rate, args.seed, RNG_STREAM_MEASURED_ARRIVALS);
         let workload = build_workload(args, RNG_STREAM_MEASURED_REQUESTS)?.with_first_type_only();
         streams.push(RequestStream { schedule, workload, first_class_index: request_types.len() as u8 });
     }
@@ -176,16 +177,21 @@ fn run_measurement(args: &LoadArgs) -> anyhow::Result<LoadRunReport> {
     let mut histogram_log =
         LatencyHistogramLog::begin(&mut log_output, class_tags, &format!("coreward-lab load {}", args.target))?;
     let records_intervals = args.histogram_log.is_some();
-    ctrlc::set_handler(|| IS_INTERRUPTED.store(true, Ordering::Relaxed))?;
-    let mut results =
-        generator::run_open_loop(streams, transport.as_mut(), durations, records_intervals, |since_ns, results| {
-            if IS_INTERRUPTED.load(Ordering::Relaxed) {
+    ctrlc::set_handler(|| IS_LOAD_RUN_INTERRUPTED.store(true, Ordering::Relaxed))?;
+    let mut results = generator::run_open_loop_load(
+        streams,
+        transport.as_mut(),
+        durations,
+        records_intervals,
+        |since_ns, results| {
+            if IS_LOAD_RUN_INTERRUPTED.load(Ordering::Relaxed) {
                 results.end_measured_window(now_ns());
             }
             show_progress(&progress_bar, since_ns, results);
-            histogram_log.write_if_interval_ended(since_ns, results)
-        })?;
-    histogram_log.write_last_interval(results.last_outcome_ns, &mut results)?;
+            histogram_log.write_interval_if_ended(since_ns, results)
+        },
+    )?;
+    histogram_log.write_last_interval(results.last_request_end_ns, &mut results)?;
     log_output.flush()?;
     progress_bar.finish_and_clear();
     ensure!(!results.measured_window_ns.is_empty(), "interrupted before anything was measured");
@@ -196,14 +202,14 @@ fn seconds_to_ns(seconds: f64) -> u64 {
     Duration::from_secs_f64(seconds).as_nanos() as u64
 }
 
-fn build_workload(args: &LoadArgs, rng_stream: u64) -> anyhow::Result<RequestWorkload> {
+fn build_workload(args: &LoadGeneratorArgs, rng_stream: u64) -> anyhow::Result<RequestWorkload> {
     if let Some(service) = &args.service {
         return Ok(RequestWorkload::from_service_times(service, args.multiplier.unwrap_or(1.0), args.seed, rng_stream));
     }
     // Requests over TCP carry only service times, so they need some even without --multiplier.
     let multiplier = args.multiplier.or((args.transport == TransportName::Tcp).then_some(1.0));
     let service_times =
-        multiplier.map_or_else(|| Ok(ServiceTimesByType::default()), ServiceTimesByType::multiples_of_turbo)?;
+        multiplier.map_or_else(|| Ok(ServiceTimesByType::default()), ServiceTimesByType::scaled_turbo_times)?;
     let workload = RequestWorkload::from_mix(&args.mix, &service_times, args.seed, rng_stream);
     let type_without_time =
         workload.request_types().iter().find(|class| !service_times.is_empty() && service_times.get(**class).is_none());
@@ -217,7 +223,7 @@ fn build_workload(args: &LoadArgs, rng_stream: u64) -> anyhow::Result<RequestWor
 
 /// Checks the flows' sources. Fails when a source port is out of range, or a source address has another family than the
 /// target.
-fn check_flow_sources(args: &LoadArgs) -> anyhow::Result<()> {
+fn check_flow_sources(args: &LoadGeneratorArgs) -> anyhow::Result<()> {
     if let Some(first_port) = args.first_port {
         let last_port = u32::from(first_port) + u32::from(args.flows) - 1;
         ensure!(
@@ -235,7 +241,7 @@ fn check_flow_sources(args: &LoadArgs) -> anyhow::Result<()> {
 
 /// Returns the DNS query of each class of --mix. Fails when the number of queries differs from that of the classes, or
 /// with --service or --multiplier.
-fn dns_queries_by_class(args: &LoadArgs) -> anyhow::Result<Vec<DnsQuery>> {
+fn dns_queries_by_class(args: &LoadGeneratorArgs) -> anyhow::Result<Vec<DnsQuery>> {
     let class_count = build_workload(args, RNG_STREAM_REQUESTS)?.request_types().len();
     ensure!(args.service.is_none() && args.multiplier.is_none(), "--transport dns: expected --mix and --query only");
     ensure!(
@@ -246,7 +252,7 @@ fn dns_queries_by_class(args: &LoadArgs) -> anyhow::Result<Vec<DnsQuery>> {
     Ok(args.query.clone())
 }
 
-fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn RequestTransport>> {
+fn open_transport(args: &LoadGeneratorArgs) -> anyhow::Result<Box<dyn RequestTransport>> {
     check_flow_sources(args)?;
     let flow_sources =
         FlowSources { addresses: args.sources.clone(), flow_count: args.flows, first_source_port: args.first_port };

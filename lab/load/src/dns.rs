@@ -15,17 +15,17 @@ const DNS_TYPE_OPT: u16 = 41;
 const EDNS_PAYLOAD_BYTES: u16 = 1_400;
 /// Bit DO in the extended flags of EDNS, which requests DNSSEC signatures (RFC 6891, Sect. 6.1.4).
 const EDNS_DNSSEC_OK_FLAG: u32 = 0x8000;
-const MAX_LABEL_BYTES: usize = 63;
-const MAX_NAME_BYTES: usize = 255;
+const MAX_DNS_LABEL_BYTES: usize = 63;
+const MAX_DNS_NAME_BYTES: usize = 255;
 
-const QUERY_TYPE_CODES: [(&str, u16); 8] =
+const DNS_QUERY_TYPE_CODES: [(&str, u16); 8] =
     [("A", 1), ("NS", 2), ("SOA", 6), ("MX", 15), ("TXT", 16), ("AAAA", 28), ("DNSKEY", 48), ("ANY", 255)];
 
 /// DNS query with one question, which does not ask the server for recursion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DnsQuery {
     /// Domain name in wire format, as a sequence of labels.
-    wire_name: Vec<u8>,
+    wire_format_name: Vec<u8>,
     query_type_code: u16,
     requests_dnssec: bool,
     source_text: String,
@@ -51,23 +51,23 @@ impl FromStr for DnsQuery {
             (Some("dnssec"), None) => true,
             _ => return Err(build_query_error()),
         };
-        let (_, query_type_code) = QUERY_TYPE_CODES
+        let (_, query_type_code) = DNS_QUERY_TYPE_CODES
             .into_iter()
             .find(|(type_name, _)| *type_name == query_type)
             .ok_or_else(build_query_error)?;
         let mut wire_name = Vec::new();
         for label in name.trim_end_matches('.').split('.') {
-            if label.is_empty() || label.len() > MAX_LABEL_BYTES || !label.is_ascii() {
+            if label.is_empty() || label.len() > MAX_DNS_LABEL_BYTES || !label.is_ascii() {
                 return Err(build_query_error());
             }
             wire_name.push(label.len() as u8);
             wire_name.extend(label.bytes());
         }
         wire_name.push(0);
-        if wire_name.len() > MAX_NAME_BYTES {
+        if wire_name.len() > MAX_DNS_NAME_BYTES {
             return Err(build_query_error());
         }
-        Ok(Self { wire_name, query_type_code, requests_dnssec, source_text: text.to_owned() })
+        Ok(Self { wire_format_name: wire_name, query_type_code, requests_dnssec, source_text: text.to_owned() })
     }
 }
 
@@ -84,7 +84,7 @@ impl DnsQuery {
         datagram.extend(id.to_be_bytes());
         // The flags request no recursion, and the counts announce one question and one additional record (for EDNS).
         datagram.extend([0, 0, 0, 1, 0, 0, 0, 0, 0, 1]);
-        datagram.extend(&self.wire_name);
+        datagram.extend(&self.wire_format_name);
         datagram.extend(self.query_type_code.to_be_bytes());
         datagram.extend(DNS_CLASS_INTERNET.to_be_bytes());
         datagram.push(0);
@@ -96,7 +96,7 @@ impl DnsQuery {
 }
 
 /// Returns a DNS response's id, and whether the response reports success. Returns `None` for other datagrams.
-pub fn parse_response(datagram: &[u8]) -> Option<(u16, bool)> {
+pub fn parse_response_id_and_success(datagram: &[u8]) -> Option<(u16, bool)> {
     let header: &[u8; DNS_HEADER_BYTES] = datagram.first_chunk()?;
     let is_response = header[2] & QR_RESPONSE_BIT != 0;
     is_response.then(|| (u16::from_be_bytes([header[0], header[1]]), header[3] & DNS_RCODE_MASK == 0))
@@ -121,10 +121,10 @@ mod tests {
     #[test]
     fn successful_and_failed_dns_responses_are_distinguished_from_other_datagrams() {
         let header_with_flags = |flags: [u8; 2]| [&[0xab, 0xcd][..], &flags, &[0; 8]].concat();
-        assert_eq!(parse_response(&header_with_flags([0x84, 0])), Some((0xabcd, true)));
-        assert_eq!(parse_response(&header_with_flags([0x84, 3])), Some((0xabcd, false)));
-        assert_eq!(parse_response(&header_with_flags([0x04, 0])), None);
-        assert_eq!(parse_response(&[0x84; 11]), None);
+        assert_eq!(parse_response_id_and_success(&header_with_flags([0x84, 0])), Some((0xabcd, true)));
+        assert_eq!(parse_response_id_and_success(&header_with_flags([0x84, 3])), Some((0xabcd, false)));
+        assert_eq!(parse_response_id_and_success(&header_with_flags([0x04, 0])), None);
+        assert_eq!(parse_response_id_and_success(&[0x84; 11]), None);
     }
 
     #[test]

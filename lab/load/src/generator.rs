@@ -6,9 +6,9 @@
 
 use std::io;
 
-use crate::arrivals::ArrivalSchedule;
+use crate::arrivals::RequestArrivalSchedule;
 use crate::event_loop::now_ns;
-use crate::outstanding::{AnswerOutcome, OutstandingRequests, SentRequest};
+use crate::outstanding::{OutstandingRequests, RequestAnswerOutcome, SentRequest};
 use crate::results::LoadRunResults;
 use crate::transport::{RequestTransport, TransportAnswer};
 use crate::workload::RequestWorkload;
@@ -16,21 +16,21 @@ use crate::workload::RequestWorkload;
 /// Time between the start of a run and the start of its arrival schedules (ns).
 const DELAY_BEFORE_FIRST_REQUEST_NS: u64 = 10_000_000;
 /// Maximum number of overdue requests that are sent in a row before responses are read.
-const OVERDUE_BATCH_SIZE: usize = 64;
-const PROGRESS_INTERVAL_NS: u64 = 100_000_000;
+const MAX_OVERDUE_REQUESTS_PER_BATCH: usize = 64;
+const PROGRESS_REPORT_INTERVAL_NS: u64 = 100_000_000;
 /// Interval between two searches for timed-out requests, once the last request was sent (ns).
-const EXPIRY_INTERVAL_NS: u64 = 10_000_000;
+const REQUEST_TIMEOUT_CHECK_INTERVAL_NS: u64 = 10_000_000;
 
 #[derive(Debug)]
 pub struct RequestStream {
-    pub schedule: ArrivalSchedule,
+    pub schedule: RequestArrivalSchedule,
     pub workload: RequestWorkload,
     pub first_class_index: u8,
 }
 
 /// Durations of a run's phases, and the time-out of its requests (ns).
 #[derive(Debug, Clone, Copy)]
-pub struct PhaseDurations {
+pub struct LoadRunPhaseDurations {
     /// Duration of the warm-up, in which nothing is measured.
     pub warm_up_ns: u64,
     /// Duration of the measurement, which follows the warm-up.
@@ -42,7 +42,7 @@ pub struct PhaseDurations {
 struct LoadGenerator<'a> {
     streams: Vec<RequestStream>,
     transport: &'a mut dyn RequestTransport,
-    phase_durations: PhaseDurations,
+    phase_durations: LoadRunPhaseDurations,
     outstanding_requests: OutstandingRequests,
     /// Buffer for received answers, which is kept (empty) between calls to avoid new allocations.
     answer_buffer: Vec<TransportAnswer>,
@@ -54,10 +54,10 @@ struct LoadGenerator<'a> {
 /// receives the time since the start (ns) and the results so far, and may end the run early by
 /// [`LoadRunResults::end_measured_window`]. If `records_intervals` is true, latencies are also recorded for each log
 /// interval. Fails when the transport fails permanently.
-pub fn run_open_loop(
+pub fn run_open_loop_load(
     streams: Vec<RequestStream>,
     transport: &mut dyn RequestTransport,
-    durations: PhaseDurations,
+    durations: LoadRunPhaseDurations,
     records_intervals: bool,
     mut progress: impl FnMut(u64, &mut LoadRunResults) -> anyhow::Result<()>,
 ) -> anyhow::Result<LoadRunResults> {
@@ -81,11 +81,11 @@ pub fn run_open_loop(
     let mut next_progress_ns = start_ns;
     while generator.send_and_receive_once()? {
         if now_ns() >= next_progress_ns {
-            next_progress_ns += PROGRESS_INTERVAL_NS;
+            next_progress_ns += PROGRESS_REPORT_INTERVAL_NS;
             progress(now_ns().saturating_sub(start_ns), &mut generator.results)?;
         }
     }
-    generator.results.last_outcome_ns = now_ns().saturating_sub(start_ns);
+    generator.results.last_request_end_ns = now_ns().saturating_sub(start_ns);
     generator.results.transport_errors = generator.transport.error_counts();
     Ok(generator.results)
 }
@@ -95,7 +95,7 @@ impl LoadGenerator<'_> {
     fn send_and_receive_once(&mut self) -> io::Result<bool> {
         let window_end_ns = self.results.measured_window_ns.end;
         let mut next_request = self.next_due_stream(window_end_ns);
-        for _ in 0..OVERDUE_BATCH_SIZE {
+        for _ in 0..MAX_OVERDUE_REQUESTS_PER_BATCH {
             let Some((stream_index, due_ns)) = next_request.filter(|(_, due_ns)| *due_ns <= now_ns()) else { break };
             self.send_request(stream_index, due_ns);
             next_request = self.next_due_stream(window_end_ns);
@@ -107,12 +107,12 @@ impl LoadGenerator<'_> {
             });
         let Some(until_ns) = next_request.map(|(_, due_ns)| due_ns).or_else(|| {
             let has_unanswered_requests = self.outstanding_requests.unanswered_request_count() > 0;
-            has_unanswered_requests.then(|| now_ns() + EXPIRY_INTERVAL_NS)
+            has_unanswered_requests.then(|| now_ns() + REQUEST_TIMEOUT_CHECK_INTERVAL_NS)
         }) else {
             return Ok(false);
         };
         let mut received_answers = std::mem::take(&mut self.answer_buffer);
-        self.transport.receive(until_ns.min(now_ns() + PROGRESS_INTERVAL_NS), &mut received_answers)?;
+        self.transport.receive(until_ns.min(now_ns() + PROGRESS_REPORT_INTERVAL_NS), &mut received_answers)?;
         received_answers.drain(..).for_each(|answer| self.handle_answer(answer));
         self.answer_buffer = received_answers;
         Ok(true)
@@ -138,13 +138,13 @@ impl LoadGenerator<'_> {
     fn handle_answer(&mut self, answer: TransportAnswer) {
         let (part_index, part_count) = answer.part_index_and_count;
         match self.outstanding_requests.record_response_part(answer.request_id, part_index, part_count) {
-            AnswerOutcome::Complete(sent_request) => {
+            RequestAnswerOutcome::Complete(sent_request) => {
                 self.results.record_answer(sent_request, answer.arrived_ns, answer.worker)
             }
-            AnswerOutcome::Partial => {}
-            AnswerOutcome::Duplicate => self.results.duplicate_responses += 1,
-            AnswerOutcome::Late => self.results.late_responses += 1,
-            AnswerOutcome::Unknown => self.results.unknown_responses += 1,
+            RequestAnswerOutcome::Partial => {}
+            RequestAnswerOutcome::Duplicate => self.results.duplicate_responses += 1,
+            RequestAnswerOutcome::Late => self.results.late_responses += 1,
+            RequestAnswerOutcome::Unknown => self.results.unknown_responses += 1,
         }
     }
 }

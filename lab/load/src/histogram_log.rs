@@ -11,7 +11,7 @@ use hdrhistogram::serialization::{V2DeflateSerializer, interval_log};
 
 use crate::results::LoadRunResults;
 
-const LOG_INTERVAL_NS: u64 = 1_000_000_000;
+const HISTOGRAM_LOG_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Output file and serializer that a [`LatencyHistogramLog`] borrows.
 pub struct HistogramLogOutput {
@@ -64,8 +64,8 @@ impl<'a> LatencyHistogramLog<'a> {
 
     /// Writes the latencies of the current interval if it has ended by `elapsed_ns` (ns since the start of the run).
     /// Fails when the log cannot be written.
-    pub fn write_if_interval_ended(&mut self, elapsed_ns: u64, results: &mut LoadRunResults) -> anyhow::Result<()> {
-        if elapsed_ns >= self.interval_start_ns + LOG_INTERVAL_NS {
+    pub fn write_interval_if_ended(&mut self, elapsed_ns: u64, results: &mut LoadRunResults) -> anyhow::Result<()> {
+        if elapsed_ns >= self.interval_start_ns + HISTOGRAM_LOG_INTERVAL_NS {
             self.write_interval(elapsed_ns, results)
         } else {
             Ok(())
@@ -139,10 +139,10 @@ mod tests {
             });
         };
         record_answers(0, 100, &mut results);
-        log.write_if_interval_ended(999_999_999, &mut results).unwrap();
+        log.write_interval_if_ended(999_999_999, &mut results).unwrap();
         record_answers(0, 100, &mut results);
         record_answers(1, 10, &mut results);
-        log.write_if_interval_ended(1_100_000_000, &mut results).unwrap();
+        log.write_interval_if_ended(1_100_000_000, &mut results).unwrap();
         record_answers(1, 1_000, &mut results);
         log.write_last_interval(1_500_000_000, &mut results).unwrap();
         output.flush().unwrap();

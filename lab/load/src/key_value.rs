@@ -84,7 +84,7 @@ pub enum KeyValueRequestError {
     #[error("{0} bytes: expected at least {REQUEST_HEADER_BYTES}")]
     TooShort(usize),
     #[error(transparent)]
-    RequestType(#[from] crate::request_type::RequestTypeError),
+    InvalidRequestType(#[from] crate::request_type::RequestTypeError),
     #[error("{given} bytes: expected {expected} by the lengths in the header")]
     WrongLength { given: usize, expected: usize },
     #[error("a {0} without a key")]

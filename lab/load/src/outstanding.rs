@@ -19,7 +19,7 @@ struct OutstandingRequest {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AnswerOutcome {
+pub enum RequestAnswerOutcome {
     /// The answer completes the response to this request.
     Complete(SentRequest),
     /// The answer is a part of a response that is not complete yet.
@@ -55,31 +55,31 @@ impl OutstandingRequests {
     }
 
     /// Records the arrival of part `part_index` (from 0) of the response to request `id`, which has `part_count` parts.
-    pub fn record_response_part(&mut self, id: u32, part_index: u8, part_count: u8) -> AnswerOutcome {
+    pub fn record_response_part(&mut self, id: u32, part_index: u8, part_count: u8) -> RequestAnswerOutcome {
         let entry_index = id.wrapping_sub(self.first_entry_id) as usize;
         let Some(entry) = self.entries.get_mut(entry_index) else {
             let distance_before_first_id = u64::from(self.first_entry_id.wrapping_sub(id));
             let removed_request_count = self.sent_request_count - self.entries.len() as u64;
             return if distance_before_first_id > 0 && distance_before_first_id <= removed_request_count {
-                AnswerOutcome::Late
+                RequestAnswerOutcome::Late
             } else {
-                AnswerOutcome::Unknown
+                RequestAnswerOutcome::Unknown
             };
         };
         if part_index >= part_count || part_count > MAX_RESPONSE_PARTS {
-            return AnswerOutcome::Unknown;
+            return RequestAnswerOutcome::Unknown;
         }
         let part_bit = 1 << part_index;
         if entry.is_answered || entry.received_part_bits & part_bit != 0 {
-            return AnswerOutcome::Duplicate;
+            return RequestAnswerOutcome::Duplicate;
         }
         entry.received_part_bits |= part_bit;
         if entry.received_part_bits.count_ones() < part_count.into() {
-            return AnswerOutcome::Partial;
+            return RequestAnswerOutcome::Partial;
         }
         entry.is_answered = true;
         self.unanswered_request_count -= 1;
-        AnswerOutcome::Complete(entry.request)
+        RequestAnswerOutcome::Complete(entry.request)
     }
 
     /// Removes all requests that were due before `due_before_ns`, and passes each unanswered one to `on_lost`. Requests
@@ -116,26 +116,26 @@ mod tests {
             (0..4).map(|due_ns| outstanding_requests.add_request(build_sent_request(due_ns))).collect();
         assert_eq!(
             outstanding_requests.record_response_part(request_ids[1], 0, 1),
-            AnswerOutcome::Complete(build_sent_request(1))
+            RequestAnswerOutcome::Complete(build_sent_request(1))
         );
-        assert_eq!(outstanding_requests.record_response_part(request_ids[1], 0, 1), AnswerOutcome::Duplicate);
-        assert_eq!(outstanding_requests.record_response_part(request_ids[2], 1, 2), AnswerOutcome::Partial);
-        assert_eq!(outstanding_requests.record_response_part(request_ids[2], 1, 2), AnswerOutcome::Duplicate);
-        assert_eq!(outstanding_requests.record_response_part(request_ids[2], 2, 2), AnswerOutcome::Unknown);
-        assert_eq!(outstanding_requests.record_response_part(4, 0, 1), AnswerOutcome::Unknown);
-        assert_eq!(outstanding_requests.record_response_part(u32::MAX, 0, 1), AnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[1], 0, 1), RequestAnswerOutcome::Duplicate);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[2], 1, 2), RequestAnswerOutcome::Partial);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[2], 1, 2), RequestAnswerOutcome::Duplicate);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[2], 2, 2), RequestAnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_response_part(4, 0, 1), RequestAnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_response_part(u32::MAX, 0, 1), RequestAnswerOutcome::Unknown);
         let mut lost_due_times = Vec::new();
         outstanding_requests.remove_expired_requests(2, |lost_request| lost_due_times.push(lost_request.due_ns));
         assert_eq!((lost_due_times, outstanding_requests.unanswered_request_count()), (vec![0], 2));
-        assert_eq!(outstanding_requests.record_response_part(request_ids[0], 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[0], 0, 1), RequestAnswerOutcome::Late);
         assert_eq!(
             outstanding_requests.record_response_part(request_ids[2], 0, 2),
-            AnswerOutcome::Complete(build_sent_request(2))
+            RequestAnswerOutcome::Complete(build_sent_request(2))
         );
         let mut lost_due_times = Vec::new();
         outstanding_requests.remove_expired_requests(u64::MAX, |lost_request| lost_due_times.push(lost_request.due_ns));
         assert_eq!((lost_due_times, outstanding_requests.unanswered_request_count()), (vec![3], 0));
-        assert_eq!(outstanding_requests.record_response_part(request_ids[3], 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[3], 0, 1), RequestAnswerOutcome::Late);
     }
 
     #[test]
@@ -145,10 +145,13 @@ mod tests {
         let request_ids: Vec<u32> =
             (0..4).map(|due_ns| outstanding_requests.add_request(build_sent_request(due_ns))).collect();
         assert_eq!(request_ids, [u32::MAX - 1, u32::MAX, 0, 1]);
-        assert_eq!(outstanding_requests.record_response_part(0, 0, 1), AnswerOutcome::Complete(build_sent_request(2)));
+        assert_eq!(
+            outstanding_requests.record_response_part(0, 0, 1),
+            RequestAnswerOutcome::Complete(build_sent_request(2))
+        );
         outstanding_requests.remove_expired_requests(u64::MAX, |_| {});
-        assert_eq!(outstanding_requests.record_response_part(u32::MAX, 0, 1), AnswerOutcome::Late);
-        assert_eq!(outstanding_requests.record_response_part(1, 0, 1), AnswerOutcome::Late);
-        assert_eq!(outstanding_requests.record_response_part(2, 0, 1), AnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_response_part(u32::MAX, 0, 1), RequestAnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_response_part(1, 0, 1), RequestAnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_response_part(2, 0, 1), RequestAnswerOutcome::Unknown);
     }
 }

@@ -7,13 +7,13 @@ use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Maximum service time of a request (us). It limits how long a corrupted request can block a worker.
-pub const MAX_SERVICE_US: u32 = 10_000_000;
+pub const MAX_SERVICE_TIME_US: u32 = 10_000_000;
 
 /// Request that keeps one of the server's cores busy for a given time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct PacedRequest {
-    /// Time for which the core is busy (us), at most [`MAX_SERVICE_US`].
+    /// Time for which the core is busy (us), at most [`MAX_SERVICE_TIME_US`].
     pub service_us: U32,
     /// Id that the server returns in its response.
     pub id: U32,

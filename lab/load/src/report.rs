@@ -127,7 +127,7 @@ impl LoadRunReport {
             classes: load_results.iter().zip(load_types).map(build_class_report).collect(),
             measure: measured_results.iter().zip(&measured_type).map(build_class_report).next(),
             lateness_us: LatencyPercentiles::from(&results.lateness_ns),
-            workers: results.answers_by_worker.iter().map(worker_report).collect(),
+            workers: results.answer_count_by_worker.iter().map(worker_report).collect(),
             duplicate_responses: results.duplicate_responses,
             late_responses: results.late_responses,
             unknown_responses: results.unknown_responses,
@@ -216,7 +216,8 @@ mod tests {
         results.record_sent_request(sent_request, 2_000);
         results.record_answer(sent_request, 9_000, Some(AnsweringWorker { server: 3, worker: 1 }));
         results.transport_errors.failed = 7;
-        let report = LoadRunReport::new(&results, &[RequestType::GET, RequestType::with_scan_pairs(18).unwrap()], None);
+        let report =
+            LoadRunReport::new(&results, &[RequestType::GET, RequestType::with_scan_pair_count(18).unwrap()], None);
         let report_json = serde_json::to_string(&report).unwrap();
         assert_eq!(serde_json::from_str::<LoadRunReport>(&report_json).unwrap(), report);
     }

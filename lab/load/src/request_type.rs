@@ -26,10 +26,10 @@ pub enum RequestTypeError {
     UnknownName(String),
 }
 
-const FIRST_WORK_BYTE: u8 = 16;
+const FIRST_WORK_TYPE_BYTE: u8 = 16;
 /// Maximum number of key-value pairs that a SCAN can request.
 pub const MAX_SCAN_PAIRS: u8 = 127;
-const SCAN_BYTE_OFFSET: u8 = 128;
+const SCAN_TYPE_BYTE_OFFSET: u8 = 128;
 /// Number of different WORK request types (see [`RequestType::with_work_class`]).
 pub const WORK_CLASS_COUNT: u8 = 16;
 
@@ -41,25 +41,25 @@ impl RequestType {
 
     /// Returns the type of a SCAN that requests `pairs` key-value pairs. Returns `None` unless `pairs` is 1 to
     /// [`MAX_SCAN_PAIRS`].
-    pub const fn with_scan_pairs(pairs: u8) -> Option<Self> {
-        if pairs >= 1 && pairs <= MAX_SCAN_PAIRS { Some(Self(SCAN_BYTE_OFFSET + pairs)) } else { None }
+    pub const fn with_scan_pair_count(pairs: u8) -> Option<Self> {
+        if pairs >= 1 && pairs <= MAX_SCAN_PAIRS { Some(Self(SCAN_TYPE_BYTE_OFFSET + pairs)) } else { None }
     }
 
     /// Returns the type of requests that have no data and only take service time, for a class below
     /// [`WORK_CLASS_COUNT`]. Returns `None` for other classes.
     pub const fn with_work_class(class: u8) -> Option<Self> {
-        if class < WORK_CLASS_COUNT { Some(Self(FIRST_WORK_BYTE + class)) } else { None }
+        if class < WORK_CLASS_COUNT { Some(Self(FIRST_WORK_TYPE_BYTE + class)) } else { None }
     }
 
     /// Returns the number of key-value pairs that a SCAN requests, or `None` for other types.
-    pub const fn scan_pairs(self) -> Option<u8> {
-        if self.0 > SCAN_BYTE_OFFSET { Some(self.0 - SCAN_BYTE_OFFSET) } else { None }
+    pub const fn scan_pair_count(self) -> Option<u8> {
+        if self.0 > SCAN_TYPE_BYTE_OFFSET { Some(self.0 - SCAN_TYPE_BYTE_OFFSET) } else { None }
     }
 
     /// Returns the class of a WORK type, or `None` for other types.
     pub const fn work_class(self) -> Option<u8> {
-        if self.0 >= FIRST_WORK_BYTE && self.0 < FIRST_WORK_BYTE + WORK_CLASS_COUNT {
-            Some(self.0 - FIRST_WORK_BYTE)
+        if self.0 >= FIRST_WORK_TYPE_BYTE && self.0 < FIRST_WORK_TYPE_BYTE + WORK_CLASS_COUNT {
+            Some(self.0 - FIRST_WORK_TYPE_BYTE)
         } else {
             None
         }
@@ -77,7 +77,7 @@ impl TryFrom<u8> for RequestType {
         let request_type = Self(byte);
         let is_known = request_type == Self::GET
             || request_type == Self::PUT
-            || request_type.scan_pairs().is_some()
+            || request_type.scan_pair_count().is_some()
             || request_type.work_class().is_some();
         if is_known { Ok(request_type) } else { Err(RequestTypeError::UnknownByte(byte)) }
     }
@@ -92,7 +92,7 @@ impl FromStr for RequestType {
             "GET" => Some(Self::GET),
             "PUT" => Some(Self::PUT),
             _ => parse_number_after("SCAN")
-                .and_then(Self::with_scan_pairs)
+                .and_then(Self::with_scan_pair_count)
                 .or_else(|| parse_number_after("WORK").and_then(Self::with_work_class)),
         };
         request_type.ok_or_else(|| RequestTypeError::UnknownName(name.to_owned()))
@@ -101,7 +101,7 @@ impl FromStr for RequestType {
 
 impl fmt::Display for RequestType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (*self, self.scan_pairs(), self.work_class()) {
+        match (*self, self.scan_pair_count(), self.work_class()) {
             (Self::GET, ..) => f.pad("GET"),
             (_, Some(pairs), _) => f.pad(&format!("SCAN{pairs}")),
             (_, _, Some(class)) => f.pad(&format!("WORK{class}")),
@@ -122,18 +122,18 @@ impl<'de> Deserialize<'de> for RequestType {
     }
 }
 
-const fn scan_request(pairs: u8) -> RequestType {
-    RequestType::with_scan_pairs(pairs).expect("1 to 127")
+const fn scan_request_type(pairs: u8) -> RequestType {
+    RequestType::with_scan_pair_count(pairs).expect("1 to 127")
 }
 
 /// Average service time of each query type (ns), as Turbo measured it for the key-value store Masstree (Seyedroudbari
 /// et al., HPCA 2023, caption of Figure 7).
-pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] = [
+pub const TURBO_SERVICE_TIMES_NS: [(RequestType, u32); 5] = [
     (RequestType::GET, 975),
     (RequestType::PUT, 1_350),
-    (scan_request(18), 4_700),
-    (scan_request(46), 9_180),
-    (scan_request(105), 17_700),
+    (scan_request_type(18), 4_700),
+    (scan_request_type(46), 9_180),
+    (scan_request_type(105), 17_700),
 ];
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -141,7 +141,7 @@ pub enum ServiceTimesError {
     #[error("service time {0:?}: expected TYPE=MICROSECONDS, as in GET=200,SCAN46=2000")]
     MissingTime(String),
     #[error(transparent)]
-    RequestType(#[from] RequestTypeError),
+    InvalidRequestType(#[from] RequestTypeError),
     #[error("service time of {request_type}: {given:?}: expected microseconds, from 0 to 4294967")]
     InvalidTime { request_type: RequestType, given: String },
     #[error("multiplier {0}: expected a number above 0, at most 100000")]
@@ -152,14 +152,14 @@ pub enum ServiceTimesError {
 pub struct ServiceTimesByType(BTreeMap<RequestType, u32>);
 
 impl ServiceTimesByType {
-    /// Returns [`TURBO_SERVICE_NS`] times `multiplier`. A large multiplier suits machines whose network takes longer
-    /// than the paper's requests. Fails unless the multiplier is above 0 and at most 100,000.
-    pub fn multiples_of_turbo(multiplier: f64) -> Result<Self, ServiceTimesError> {
+    /// Returns [`TURBO_SERVICE_TIMES_NS`] times `multiplier`. A large multiplier suits machines whose network takes
+    /// longer than the paper's requests. Fails unless the multiplier is above 0 and at most 100,000.
+    pub fn scaled_turbo_times(multiplier: f64) -> Result<Self, ServiceTimesError> {
         if !(multiplier > 0.0 && multiplier <= 100_000.0) {
             return Err(ServiceTimesError::InvalidMultiplier(multiplier));
         }
         let service_times_ns =
-            TURBO_SERVICE_NS.map(|(request_type, ns)| (request_type, (f64::from(ns) * multiplier) as u32));
+            TURBO_SERVICE_TIMES_NS.map(|(request_type, ns)| (request_type, (f64::from(ns) * multiplier) as u32));
         Ok(Self(service_times_ns.into()))
     }
 
@@ -233,10 +233,10 @@ mod tests {
 
     #[test]
     fn service_times_are_parsed_multiplied_and_overridden() {
-        let turbo_times = ServiceTimesByType::multiples_of_turbo(200.0).unwrap();
+        let turbo_times = ServiceTimesByType::scaled_turbo_times(200.0).unwrap();
         assert_eq!(turbo_times.get(RequestType::GET), Some(Duration::from_micros(195)));
-        assert_eq!(turbo_times.get(scan_request(105)), Some(Duration::from_micros(3540)));
-        assert_eq!(turbo_times.get(scan_request(106)), None);
+        assert_eq!(turbo_times.get(scan_request_type(105)), Some(Duration::from_micros(3540)));
+        assert_eq!(turbo_times.get(scan_request_type(106)), None);
         let overriding_times: ServiceTimesByType = "GET=0.5,WORK3=20".parse().unwrap();
         let combined_times = turbo_times.with_overrides(&overriding_times);
         assert_eq!(
@@ -253,6 +253,6 @@ mod tests {
         assert!(expect_parse_error("GOT=1").contains("\"GOT\": expected GET, PUT"));
         assert!(expect_parse_error("PUT=-1").contains("service time of PUT: \"-1\": expected microseconds"));
         assert!(expect_parse_error("PUT=NaN").contains("NaN"));
-        assert!(ServiceTimesByType::multiples_of_turbo(f64::NAN).unwrap_err().to_string().contains("multiplier NaN"));
+        assert!(ServiceTimesByType::scaled_turbo_times(f64::NAN).unwrap_err().to_string().contains("multiplier NaN"));
     }
 }

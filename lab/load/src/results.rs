@@ -31,7 +31,7 @@ pub struct LoadRunResults {
     /// Histogram of the times from requests' due times to their sending (ns).
     pub lateness_ns: Histogram<u64>,
     /// Number of measured requests that each worker answered.
-    pub answers_by_worker: BTreeMap<AnsweringWorker, u64>,
+    pub answer_count_by_worker: BTreeMap<AnsweringWorker, u64>,
     /// Number of responses that repeat an earlier one.
     pub duplicate_responses: u64,
     /// Number of responses that arrived after the time-out.
@@ -40,9 +40,9 @@ pub struct LoadRunResults {
     pub unknown_responses: u64,
     pub transport_errors: TransportErrorCounts,
     /// Time when the last request was answered or lost (ns since the start).
-    pub last_outcome_ns: u64,
+    pub last_request_end_ns: u64,
     /// Latencies of each class in the current log interval. The vector is empty unless the run records intervals.
-    interval_latencies_ns: Vec<Histogram<u64>>,
+    interval_latencies_ns_by_class: Vec<Histogram<u64>>,
 }
 
 /// Returns an empty histogram for times from 1 ns to ten minutes, with three significant digits. Longer times count as
@@ -69,13 +69,13 @@ impl LoadRunResults {
             measured_window_ns,
             classes: (0..class_count).map(build_empty_class).collect::<anyhow::Result<_>>()?,
             lateness_ns: new_time_histogram()?,
-            answers_by_worker: BTreeMap::new(),
+            answer_count_by_worker: BTreeMap::new(),
             duplicate_responses: 0,
             late_responses: 0,
             unknown_responses: 0,
             transport_errors: TransportErrorCounts::default(),
-            last_outcome_ns: 0,
-            interval_latencies_ns: (0..if records_intervals { class_count } else { 0 })
+            last_request_end_ns: 0,
+            interval_latencies_ns_by_class: (0..if records_intervals { class_count } else { 0 })
                 .map(|_| new_time_histogram())
                 .collect::<anyhow::Result<_>>()?,
         })
@@ -88,7 +88,7 @@ impl LoadRunResults {
 
     /// Returns the latency histogram of each class for the current log interval. The caller resets it for the next one.
     pub fn interval_latency_histograms(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
-        self.interval_latencies_ns.iter_mut()
+        self.interval_latencies_ns_by_class.iter_mut()
     }
 
     pub(crate) fn record_sent_request(&mut self, sent_request: SentRequest, now_ns: u64) {
@@ -111,12 +111,13 @@ impl LoadRunResults {
         if let Some(class) = self.measured_class_results_mut(sent_request) {
             class.completed_count += 1;
             class.latency_ns.saturating_record(latency_ns);
-            if let Some(interval_latency_ns) = self.interval_latencies_ns.get_mut(usize::from(sent_request.class_index))
+            if let Some(interval_latency_ns) =
+                self.interval_latencies_ns_by_class.get_mut(usize::from(sent_request.class_index))
             {
                 interval_latency_ns.saturating_record(latency_ns);
             }
             if let Some(worker) = worker {
-                *self.answers_by_worker.entry(worker).or_default() += 1;
+                *self.answer_count_by_worker.entry(worker).or_default() += 1;
             }
         }
     }

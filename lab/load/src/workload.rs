@@ -4,8 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use coreward_model::rss::seeded_rng;
-use coreward_sim::random::draw_uniform_unit;
-use coreward_sim::rpc::ticks::ticks_to_units;
+use coreward_sim::random::draw_uniform_below_one;
+use coreward_sim::rpc::ticks::ticks_to_time_units;
 use coreward_sim::rpc::{ServiceTimeDistribution, ServiceTimeError, ServiceTimeSampler};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
@@ -30,7 +30,7 @@ pub enum RequestMixError {
     #[error("mix {0:?}: expected TYPE=SHARE,..., as in GET=0.9,SCAN46=0.1, or turbo-7a, turbo-7b, turbo-7c, turbo-7d")]
     UnknownMix(String),
     #[error(transparent)]
-    RequestType(#[from] RequestTypeError),
+    InvalidRequestType(#[from] RequestTypeError),
     #[error("mix: {0} is there twice")]
     DuplicateType(RequestType),
     #[error("share of {request_type}: {given:?}: expected a number above 0, at most 1")]
@@ -92,9 +92,10 @@ impl RequestMix {
     }
 
     /// Returns the shortest service time of the mix's types (us), from
-    /// [`TURBO_SERVICE_NS`](crate::request_type::TURBO_SERVICE_NS). Returns `None` if that table lacks a type.
-    pub fn shortest_turbo_time_us(&self) -> Option<f64> {
-        let turbo_times = ServiceTimesByType::multiples_of_turbo(1.0).ok()?;
+    /// [`TURBO_SERVICE_TIMES_NS`](crate::request_type::TURBO_SERVICE_TIMES_NS). Returns `None` if that table lacks a
+    /// type.
+    pub fn shortest_turbo_service_us(&self) -> Option<f64> {
+        let turbo_times = ServiceTimesByType::scaled_turbo_times(1.0).ok()?;
         let times: Option<Vec<u32>> =
             self.0.iter().map(|(request_type, _)| turbo_times.get_ns(*request_type)).collect();
         times?.into_iter().min().map(|ns| f64::from(ns) / 1e3)
@@ -114,7 +115,7 @@ impl fmt::Display for RequestMix {
 /// Distribution of service times, written like `exp:3` with a mean in microseconds, or as for `coreward-lab sim rpc`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScaledServiceTimeDistribution {
-    unit_distribution: ServiceTimeDistribution,
+    distribution_in_units: ServiceTimeDistribution,
     /// Length of one unit of the distribution (us): the service time of its shortest class, or its mean if it has no
     /// classes.
     unit_us: f64,
@@ -131,7 +132,7 @@ impl FromStr for ScaledServiceTimeDistribution {
 
     fn from_str(input: &str) -> Result<Self, ServiceTimeError> {
         if let Some((_, text, unit_us)) = RINGLEADER_DISTRIBUTIONS.iter().find(|(name, ..)| *name == input) {
-            return Ok(Self { unit_distribution: text.parse()?, unit_us: *unit_us });
+            return Ok(Self { distribution_in_units: text.parse()?, unit_us: *unit_us });
         }
         if let Some(mean) = input.strip_prefix("exp:") {
             let valid_mean = mean.parse().ok().filter(|mean| *mean > 0.0 && *mean <= 1e6);
@@ -140,22 +141,22 @@ impl FromStr for ScaledServiceTimeDistribution {
                 distribution_text: input.to_owned(),
                 expected: expected_format,
             })?;
-            return Ok(Self { unit_distribution: ServiceTimeDistribution::Exponential, unit_us });
+            return Ok(Self { distribution_in_units: ServiceTimeDistribution::Exponential, unit_us });
         }
-        Ok(Self { unit_distribution: input.parse()?, unit_us: 1.0 })
+        Ok(Self { distribution_in_units: input.parse()?, unit_us: 1.0 })
     }
 }
 
 impl fmt::Display for ScaledServiceTimeDistribution {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} x {} us", self.unit_distribution, self.unit_us)
+        write!(f, "{} x {} us", self.distribution_in_units, self.unit_us)
     }
 }
 
 impl ScaledServiceTimeDistribution {
     /// Returns the mean service time without any multiplier (us).
     pub fn mean_service_us(&self) -> f64 {
-        self.unit_distribution.mean() * self.unit_us
+        self.distribution_in_units.mean() * self.unit_us
     }
 }
 
@@ -199,12 +200,15 @@ impl RequestWorkload {
         rng_stream: u64,
     ) -> Self {
         let unit_ns = distribution.unit_us * 1e3 * multiplier;
-        let class_count = distribution.unit_distribution.class_service_times().len().min(WORK_CLASS_COUNT.into());
+        let class_count = distribution.distribution_in_units.class_service_times().len().min(WORK_CLASS_COUNT.into());
         let request_types = (0..class_count as u8)
             .map(|class| RequestType::with_work_class(class).expect("below WORK_CLASS_COUNT"))
             .collect();
         Self {
-            sampler: RequestSampler::ServiceTimeDistribution(distribution.unit_distribution.build_sampler(), unit_ns),
+            sampler: RequestSampler::ServiceTimeDistribution(
+                distribution.distribution_in_units.build_sampler(),
+                unit_ns,
+            ),
             request_types,
             rng: seeded_rng(seed, rng_stream),
         }
@@ -235,7 +239,7 @@ impl RequestWorkload {
     pub fn next_request(&mut self) -> RequestParameters {
         match &self.sampler {
             RequestSampler::Mix(entries) => {
-                let uniform_sample = draw_uniform_unit(&mut self.rng);
+                let uniform_sample = draw_uniform_below_one(&mut self.rng);
                 let class_index = entries
                     .iter()
                     .position(|(_, cumulative_share, _)| uniform_sample < *cumulative_share)
@@ -246,7 +250,7 @@ impl RequestWorkload {
             RequestSampler::ServiceTimeDistribution(sampler, unit_ns) => {
                 let (class, service_ticks) = sampler.sample_class_and_time(&mut self.rng);
                 // The minimum is 1, because 0 lets the server choose the time. `as` limits longer times to 4.3 s.
-                let service_ns = ((ticks_to_units(service_ticks) * unit_ns) as u32).max(1);
+                let service_ns = ((ticks_to_time_units(service_ticks) * unit_ns) as u32).max(1);
                 RequestParameters {
                     class_index: class,
                     request_type: self.request_types[usize::from(class)],
@@ -282,7 +286,7 @@ mod tests {
 
     #[test]
     fn sampled_turbo_mixes_have_the_published_mean_service_times() {
-        let turbo_times = ServiceTimesByType::multiples_of_turbo(1.0).unwrap();
+        let turbo_times = ServiceTimesByType::scaled_turbo_times(1.0).unwrap();
         for (name, mean_us) in [("turbo-7a", 1.1625), ("turbo-7b", 1.3475), ("turbo-7c", 4.257), ("turbo-7d", 9.2019)] {
             let mut workload = RequestWorkload::from_mix(&name.parse().unwrap(), &turbo_times, 3, 4);
             let request_count = 100_000;

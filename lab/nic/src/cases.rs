@@ -7,12 +7,12 @@ use anyhow::{Result, anyhow, ensure};
 
 use crate::agent::{self, ControllerAndAgent, RssWatchOutput};
 use crate::forwarding;
-use crate::guest::{Guest, GuestHardware, NIC_QUEUE_COUNT, NicModel};
+use crate::guest::{GuestHardware, NIC_QUEUE_COUNT, NicModel, QemuGuest};
 use crate::initrd;
 use crate::packages::FetchedPackages;
 use crate::rss::{self, RssMeasurement};
 use crate::tally::CheckTally;
-use crate::wire::{GuestTap, IPV4_DESTINATION, MEASURED_FLOW_COUNT};
+use crate::wire::{GuestTap, IPV4_SYN_DESTINATION, MEASURED_FLOW_COUNT};
 
 /// Files of the host that all guests need.
 pub struct HostTestFiles {
@@ -31,7 +31,7 @@ pub struct GuestCase {
     pub nic: NicModel,
     /// Additional arguments on the kernel's command line.
     pub kernel_arguments: &'static str,
-    checks: GuestCheckSelection,
+    selected_checks: GuestCheckSelection,
 }
 
 enum GuestCheckSelection {
@@ -47,7 +47,7 @@ struct NicSetting {
     set_up_command: &'static str,
     /// Whether the NIC is expected to use the RSS settings that it shows, as measured with the kernels of November 2026
     /// (docs/results.md).
-    is_in_force_expected: bool,
+    is_rss_in_force_expected: bool,
 }
 
 /// Maximum time that the BPF verifier may take for all programs in an emulated guest.
@@ -55,20 +55,20 @@ const VERIFIER_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum time for a command that the user has given.
 const USER_COMMAND_TIMEOUT: Duration = Duration::from_secs(600);
 
-const DRIVER_DEFAULT_NAME: &str = "as the driver starts";
+const DRIVER_DEFAULT_SETTING_NAME: &str = "as the driver starts";
 
 pub const GUEST_CASES: [GuestCase; 7] = [
     GuestCase {
         kernel_version: "6.1",
         nic: NicModel::Virtio,
         kernel_arguments: "",
-        checks: GuestCheckSelection::RssSettings(&[
-            NicSetting { name: DRIVER_DEFAULT_NAME, set_up_command: "true", is_in_force_expected: false },
-            NicSetting { name: "table set", set_up_command: "ethtool -X eth0 equal 3", is_in_force_expected: true },
+        selected_checks: GuestCheckSelection::RssSettings(&[
+            NicSetting { name: DRIVER_DEFAULT_SETTING_NAME, set_up_command: "true", is_rss_in_force_expected: false },
+            NicSetting { name: "table set", set_up_command: "ethtool -X eth0 equal 3", is_rss_in_force_expected: true },
             NicSetting {
                 name: "channels changed",
                 set_up_command: "ethtool -X eth0 default && ethtool -L eth0 combined 2",
-                is_in_force_expected: false,
+                is_rss_in_force_expected: false,
             },
         ]),
     },
@@ -76,17 +76,17 @@ pub const GUEST_CASES: [GuestCase; 7] = [
         kernel_version: "6.12",
         nic: NicModel::Virtio,
         kernel_arguments: "",
-        checks: GuestCheckSelection::RssSettings(&[
-            NicSetting { name: DRIVER_DEFAULT_NAME, set_up_command: "true", is_in_force_expected: true },
+        selected_checks: GuestCheckSelection::RssSettings(&[
+            NicSetting { name: DRIVER_DEFAULT_SETTING_NAME, set_up_command: "true", is_rss_in_force_expected: true },
             NicSetting {
                 name: "channels changed",
                 set_up_command: "ethtool -L eth0 combined 2",
-                is_in_force_expected: true,
+                is_rss_in_force_expected: true,
             },
             NicSetting {
                 name: "hashing off",
                 set_up_command: "ethtool -K eth0 rxhash on && ethtool -K eth0 rxhash off",
-                is_in_force_expected: false,
+                is_rss_in_force_expected: false,
             },
         ]),
     },
@@ -94,46 +94,46 @@ pub const GUEST_CASES: [GuestCase; 7] = [
         kernel_version: "6.12",
         nic: NicModel::Virtio,
         kernel_arguments: "",
-        checks: GuestCheckSelection::Forwarding,
+        selected_checks: GuestCheckSelection::Forwarding,
     },
     // These CPUs have no timer tick, and membarrier(2) offers no grace periods on such CPUs.
     GuestCase {
         kernel_version: "6.12",
         nic: NicModel::Virtio,
         kernel_arguments: "nohz_full=1-3",
-        checks: GuestCheckSelection::RssSettings(&[NicSetting {
-            name: DRIVER_DEFAULT_NAME,
+        selected_checks: GuestCheckSelection::RssSettings(&[NicSetting {
+            name: DRIVER_DEFAULT_SETTING_NAME,
             set_up_command: "true",
-            is_in_force_expected: true,
+            is_rss_in_force_expected: true,
         }]),
     },
     GuestCase {
         kernel_version: "6.1",
         nic: NicModel::Igb,
         kernel_arguments: "",
-        checks: GuestCheckSelection::RssSettings(IGB_SETTINGS),
+        selected_checks: GuestCheckSelection::RssSettings(IGB_SETTINGS),
     },
     GuestCase {
         kernel_version: "6.12",
         nic: NicModel::Igb,
         kernel_arguments: "",
-        checks: GuestCheckSelection::RssSettings(IGB_SETTINGS),
+        selected_checks: GuestCheckSelection::RssSettings(IGB_SETTINGS),
     },
     GuestCase {
         kernel_version: "6.1",
         nic: NicModel::Vmxnet3,
         kernel_arguments: "",
-        checks: GuestCheckSelection::RssSettings(&[NicSetting {
-            name: DRIVER_DEFAULT_NAME,
+        selected_checks: GuestCheckSelection::RssSettings(&[NicSetting {
+            name: DRIVER_DEFAULT_SETTING_NAME,
             set_up_command: "true",
-            is_in_force_expected: false,
+            is_rss_in_force_expected: false,
         }]),
     },
 ];
 
 const IGB_SETTINGS: &[NicSetting] = &[
-    NicSetting { name: DRIVER_DEFAULT_NAME, set_up_command: "true", is_in_force_expected: true },
-    NicSetting { name: "table set", set_up_command: "ethtool -X eth0 equal 3", is_in_force_expected: true },
+    NicSetting { name: DRIVER_DEFAULT_SETTING_NAME, set_up_command: "true", is_rss_in_force_expected: true },
+    NicSetting { name: "table set", set_up_command: "ethtool -X eth0 equal 3", is_rss_in_force_expected: true },
 ];
 
 impl GuestCase {
@@ -146,7 +146,7 @@ impl GuestCase {
     }
 
     fn checks_forwarding(&self) -> bool {
-        matches!(self.checks, GuestCheckSelection::Forwarding)
+        matches!(self.selected_checks, GuestCheckSelection::Forwarding)
     }
 
     /// Returns whether the case's name contains `text`, so that the case is selected.
@@ -172,10 +172,10 @@ impl GuestCase {
             ensure!(exit_status == 0, "`{command}` ended with status {exit_status}");
             return Ok(());
         }
-        let nic_settings = match self.checks {
+        let nic_settings = match self.selected_checks {
             GuestCheckSelection::RssSettings(settings) => settings,
             GuestCheckSelection::Forwarding => {
-                return forwarding::check_placement(&mut guest, &guest_tap, &self.name(), tally);
+                return forwarding::check_connection_placement(&mut guest, &guest_tap, &self.name(), tally);
             }
         };
         self.check_kernel_and_load_balancer(&mut guest, tally);
@@ -183,7 +183,7 @@ impl GuestCase {
             self.check_nic_setting(setting, &mut guest, &guest_tap, tally)?;
             // The check needs the NIC in the driver's own state, with the indirection table that the agent will
             // restore.
-            if setting.name == DRIVER_DEFAULT_NAME && self.nic != NicModel::Vmxnet3 {
+            if setting.name == DRIVER_DEFAULT_SETTING_NAME && self.nic != NicModel::Vmxnet3 {
                 let managed_rss_result = self.check_managed_rss(&mut guest, &guest_tap, tally);
                 managed_rss_result
                     .unwrap_or_else(|error| tally.record_result(&self.full_check_name("manage_rss"), Err(error)));
@@ -194,7 +194,7 @@ impl GuestCase {
 
     /// Checks that the kernel uses its additional arguments, if there are any. With virtio-net, also checks the load
     /// balancer and, without such arguments, every BPF program.
-    fn check_kernel_and_load_balancer(&self, guest: &mut Guest, tally: &mut CheckTally) {
+    fn check_kernel_and_load_balancer(&self, guest: &mut QemuGuest, tally: &mut CheckTally) {
         if !self.kernel_arguments.is_empty() {
             tally.record_result(
                 &self.full_check_name("the kernel took its arguments"),
@@ -212,7 +212,7 @@ impl GuestCase {
     }
 
     /// Checks that the kernel uses its additional arguments. Kernels ignore unknown arguments without an error.
-    fn check_kernel_arguments(&self, guest: &mut Guest) -> Result<String> {
+    fn check_kernel_arguments(&self, guest: &mut QemuGuest) -> Result<String> {
         let tickless_cpus = guest.run_successfully("cat /sys/devices/system/cpu/nohz_full")?.trim().to_owned();
         ensure!(
             self.kernel_arguments == format!("nohz_full={tickless_cpus}"),
@@ -234,7 +234,7 @@ impl GuestCase {
         format!("{}-{}{suffix}.console", self.nic.driver_name(), self.kernel_version)
     }
 
-    fn boot_guest(&self, test_files: &HostTestFiles) -> Result<(Guest, GuestTap)> {
+    fn boot_guest(&self, test_files: &HostTestFiles) -> Result<(QemuGuest, GuestTap)> {
         let kernel_modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver_name()];
         let kernel_directory = test_files.packages.kernel_directory(self.kernel_version);
         let guest_files =
@@ -249,7 +249,7 @@ impl GuestCase {
         let nics = if self.checks_forwarding() { vec![self.nic; 2] } else { vec![self.nic] };
         let console_path = test_files.log_directory.join(self.console_file_name());
         let boot_once = || {
-            Guest::boot(
+            QemuGuest::boot(
                 &test_files.packages,
                 &kernel_directory,
                 &initrd,
@@ -276,7 +276,7 @@ impl GuestCase {
     fn check_nic_setting(
         &self,
         setting: &NicSetting,
-        guest: &mut Guest,
+        guest: &mut QemuGuest,
         guest_tap: &GuestTap,
         tally: &mut CheckTally,
     ) -> Result<()> {
@@ -285,12 +285,12 @@ impl GuestCase {
         let watch_start_result = agent::start_rss_agent(guest);
         let measurement = rss::measure_flow_queues(guest, self.nic, guest_tap)?;
         let measurement_text = measurement.to_string();
-        let check_text = if setting.is_in_force_expected {
+        let check_text = if setting.is_rss_in_force_expected {
             "the NIC does what it shows"
         } else {
             "the NIC does not do what it shows"
         };
-        match (setting.is_in_force_expected, measurement.are_families_in_force()) {
+        match (setting.is_rss_in_force_expected, measurement.are_families_in_force()) {
             (true, [true, true]) | (false, [false, false]) => {
                 tally.record_result(&setting_check_name(check_text), Ok(measurement_text))
             }
@@ -301,17 +301,17 @@ impl GuestCase {
         let watch_output = watch_start_result.and_then(|()| agent::wait_for_rss_watch_output(guest));
         tally.record_result(
             &setting_check_name("the agent sees it"),
-            watch_output.and_then(|watch_output| check_rss_agreement(&measurement, &watch_output)),
+            watch_output.and_then(|watch_output| check_agent_agrees_with_measurement(&measurement, &watch_output)),
         );
-        if setting.is_in_force_expected {
-            let gue_result = self.check_gue_queues(guest, guest_tap);
+        if setting.is_rss_in_force_expected {
+            let gue_result = self.check_predicted_gue_queues(guest, guest_tap);
             tally.record_result(&setting_check_name("the outer header of GUE selects the queue"), gue_result);
         }
         Ok(())
     }
 
     /// Checks that GUE packets arrive on the queues that their outer headers predict.
-    fn check_gue_queues(&self, guest: &mut Guest, guest_tap: &GuestTap) -> Result<String> {
+    fn check_predicted_gue_queues(&self, guest: &mut QemuGuest, guest_tap: &GuestTap) -> Result<String> {
         if self.nic == NicModel::Igb {
             // By default, the driver does not hash the ports of UDP.
             guest
@@ -322,7 +322,7 @@ impl GuestCase {
     }
 
     /// Checks the agent with `manage_rss = true`, from its start to its end.
-    fn check_managed_rss(&self, guest: &mut Guest, guest_tap: &GuestTap, tally: &mut CheckTally) -> Result<()> {
+    fn check_managed_rss(&self, guest: &mut QemuGuest, guest_tap: &GuestTap, tally: &mut CheckTally) -> Result<()> {
         let rss_before = rss::read_rss(guest)?;
         let managed_rss = agent::expected_managed_rss(&rss_before, self.nic == NicModel::Virtio, NIC_QUEUE_COUNT)?;
         ensure!(managed_rss != rss_before, "the NIC holds already what the agent is to set");
@@ -336,7 +336,7 @@ impl GuestCase {
             &self.managed_rss_check_name("key and table are set, and in force"),
             if is_managed_in_force { Ok(measurement_text) } else { Err(anyhow!(measurement_text)) },
         );
-        let matched_syns = daemons.count_new_matched_syns(guest, counts_before, MEASURED_FLOW_COUNT.into())?;
+        let matched_syns = daemons.wait_and_count_matched_syns(guest, counts_before, MEASURED_FLOW_COUNT.into())?;
         let matched_text = format!("{matched_syns} of {MEASURED_FLOW_COUNT} SYNs by the predicted queue");
         let count_result = if matched_syns == u64::from(MEASURED_FLOW_COUNT) {
             daemons.wait_for_rss_warning(guest, false).map(|()| matched_text)
@@ -368,7 +368,7 @@ impl GuestCase {
     fn check_warning_without_hashing(
         &self,
         daemons: &ControllerAndAgent,
-        guest: &mut Guest,
+        guest: &mut QemuGuest,
         guest_tap: &GuestTap,
         tally: &mut CheckTally,
     ) -> Result<()> {
@@ -386,7 +386,7 @@ impl GuestCase {
 }
 
 /// Runs `coreward check-kernel`, which loads every BPF program and prints `ok` or the verifier's error.
-fn check_bpf_programs(guest: &mut Guest) -> Result<String> {
+fn check_bpf_programs(guest: &mut QemuGuest) -> Result<String> {
     let (exit_status, program_listing) =
         guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", VERIFIER_TIMEOUT)?;
     let program_names: Vec<&str> = program_listing.split_whitespace().collect();
@@ -397,7 +397,7 @@ fn check_bpf_programs(guest: &mut Guest) -> Result<String> {
 
 /// Checks that the agent's output agrees with a measurement: key, table, verdict, and each flow's predicted and actual
 /// queue.
-fn check_rss_agreement(measurement: &RssMeasurement, watch_output: &RssWatchOutput) -> Result<String> {
+fn check_agent_agrees_with_measurement(measurement: &RssMeasurement, watch_output: &RssWatchOutput) -> Result<String> {
     ensure!(
         watch_output.shown_rss == measurement.shown_rss,
         "it read {:?}, ethtool {:?}",
@@ -407,9 +407,9 @@ fn check_rss_agreement(measurement: &RssMeasurement, watch_output: &RssWatchOutp
     for (flow, queue) in &measurement.flow_queues {
         let expected_syn = (*flow, rss::predicted_queue(&measurement.shown_rss, flow), *queue);
         ensure!(
-            watch_output.syn_queues.contains(&expected_syn),
+            watch_output.predicted_and_actual_queues.contains(&expected_syn),
             "expected (flow, predicted, actual) {expected_syn:?} among {:?}",
-            watch_output.syn_queues
+            watch_output.predicted_and_actual_queues
         );
     }
     let expected_verdict = if measurement.is_in_force() { "in_force" } else { "not_in_force" };
@@ -422,9 +422,9 @@ fn check_rss_agreement(measurement: &RssMeasurement, watch_output: &RssWatchOutp
 }
 
 /// Gives the guest its addresses, and waits until its NIC has a link. Fails after 20 s.
-fn set_up_guest_network(guest: &mut Guest) -> Result<()> {
+fn set_up_guest_network(guest: &mut QemuGuest) -> Result<()> {
     guest.run_successfully("ip link set eth0 up")?;
-    guest.run_successfully(&format!("ip addr add {}/32 dev lo", IPV4_DESTINATION.ip()))?;
+    guest.run_successfully(&format!("ip addr add {}/32 dev lo", IPV4_SYN_DESTINATION.ip()))?;
     // The guest sends no answers. Some drivers' interrupts count both directions, but only received packets should
     // count.
     guest.run_successfully("ip route add blackhole default")?;

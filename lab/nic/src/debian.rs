@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::guest::{Guest, GuestHardware};
+use crate::guest::{GuestHardware, QemuGuest};
 use crate::initrd::{self, EXECUTABLE_MODE, WORLD_READABLE_MODE};
 use crate::packages::{self, FetchedPackages};
-use crate::process::{command_tied_to_parent, run_to_end};
+use crate::process::{command_tied_to_parent, run_command_to_end};
 
 /// Version of the guests' kernel, which is the default of the Debian release.
 const DEBIAN_KERNEL_VERSION: &str = "6.1";
@@ -47,7 +47,8 @@ const MULTI_USER_TARGET_DROP_IN: &str = "[Unit]\nRequires=test-network.service t
 const SERIAL_COMMANDS_UNIT: &str = "[Unit]\nDescription=Commands of the \
                                     test\nDefaultDependencies=no\nAfter=basic.target\n\
                            [Service]\nExecStart=/usr/local/sbin/test-serial\nKillMode=process\n";
-const NETWORK_UNIT: &str = "[Unit]\nDescription=Network of the test\nBefore=network-online.target nginx.service\n\
+const TEST_NETWORK_SYSTEMD_UNIT: &str = "[Unit]\nDescription=Network of the test\n\
+     Before=network-online.target nginx.service\n\
                             [Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/bin/sh -e /etc/test-network\n";
 
 /// File of the guest, as a pair of path (without leading slash) and content.
@@ -70,15 +71,17 @@ pub fn create_root_image(packages: &FetchedPackages, cache_directory: &Path) -> 
         tempfile::Builder::new().permissions(Permissions::from_mode(0o755)).tempdir_in(cache_directory)?;
     let include_option = format!("--include={DEBIAN_PACKAGES}");
     let debootstrap_arguments = ["--variant=minbase", include_option.as_str(), release.as_str()];
-    run_to_end(packages.debootstrap_command().args(debootstrap_arguments).arg(root_directory.path()).arg(mirror))
-        .with_context(|| debootstrap_log_tail(root_directory.path()))?;
-    run_to_end(
+    run_command_to_end(
+        packages.debootstrap_command().args(debootstrap_arguments).arg(root_directory.path()).arg(mirror),
+    )
+    .with_context(|| debootstrap_log_tail(root_directory.path()))?;
+    run_command_to_end(
         command_tied_to_parent("sh")
             .args(["-c", "rm -rf \"$0\"/var/cache/apt/archives/*.deb \"$0\"/var/lib/apt/lists/*"])
             .arg(root_directory.path()),
     )?;
     let _ = fs::remove_file(&image_path);
-    run_to_end(
+    run_command_to_end(
         command_tied_to_parent("mke2fs")
             .args(["-q", "-t", "ext4", "-d"])
             .arg(root_directory.path())
@@ -118,7 +121,7 @@ impl<'a> DebianMachine<'a> {
         let kernel_directory = packages.kernel_directory(DEBIAN_KERNEL_VERSION);
         let systemd_units = [
             ("etc/systemd/system/test-serial.service", SERIAL_COMMANDS_UNIT.to_owned()),
-            ("etc/systemd/system/test-network.service", NETWORK_UNIT.to_owned()),
+            ("etc/systemd/system/test-network.service", TEST_NETWORK_SYSTEMD_UNIT.to_owned()),
             ("etc/systemd/system/multi-user.target.d/test.conf", MULTI_USER_TARGET_DROP_IN.to_owned()),
         ];
         let serial_script = ("usr/local/sbin/test-serial", EXECUTABLE_MODE, include_str!("../guest/serial").to_owned());
@@ -127,8 +130,8 @@ impl<'a> DebianMachine<'a> {
         let guest_files: Vec<_> = readable_files.chain([serial_script]).collect();
         let initrd = initrd::build_disk_boot_initrd(packages, &kernel_directory, &DEBIAN_KERNEL_MODULES, &guest_files)?;
         let disk_paths = [cache_directory.join(format!("{name}.ext4")), cache_directory.join(format!("{name}.tar"))];
-        run_to_end(command_tied_to_parent("cp").arg("--sparse=always").arg(root_image).arg(&disk_paths[0]))?;
-        run_to_end(
+        run_command_to_end(command_tied_to_parent("cp").arg("--sparse=always").arg(root_image).arg(&disk_paths[0]))?;
+        run_command_to_end(
             command_tied_to_parent("tar").arg("-C").arg(content_directory).arg("-cf").arg(&disk_paths[1]).arg("."),
         )?;
         Ok(Self {
@@ -141,9 +144,9 @@ impl<'a> DebianMachine<'a> {
     }
 
     /// Boots the machine. Fails when QEMU or Debian does not start.
-    pub fn boot(&self) -> Result<Guest> {
+    pub fn boot(&self) -> Result<QemuGuest> {
         let hardware = GuestHardware { nics: &[], disk_images: &self.disk_paths, memory_size: "1536M" };
-        Guest::boot(
+        QemuGuest::boot(
             self.packages,
             &self.kernel_directory,
             &self.initrd,

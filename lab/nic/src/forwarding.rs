@@ -12,15 +12,15 @@ use anyhow::{Context as _, Result, bail, ensure};
 use coreward_model::FourTuple;
 use serde_json::Value;
 
-use crate::agent::{self, DAEMON_START_TIMEOUT, poll_until_some};
-use crate::guest::{Guest, NIC_QUEUE_COUNT, QemuMonitor};
+use crate::agent::{self, DAEMON_START_TIMEOUT, poll_guest_until_some};
+use crate::guest::{NIC_QUEUE_COUNT, QemuGuest, QemuMonitor};
 use crate::rss;
 use crate::segment::{HostEmulator, host_mac};
 use crate::tally::CheckTally;
-use crate::wire::{FORWARDED_DESTINATION, GuestTap, IPV4_DESTINATION, flows_of_round};
+use crate::wire::{FORWARDED_PACKET_DESTINATION, GuestTap, IPV4_SYN_DESTINATION, flows_of_round};
 
 /// Last byte of the IPv4 address of each server, `s1` and `s2`.
-const SERVER_HOST_BYTES: [u8; 2] = [11, 12];
+const SERVER_ADDRESS_LAST_BYTES: [u8; 2] = [11, 12];
 /// Load that `s2` publishes for each core (%). It is between the load of the idle guest and that of a forwarding core.
 const PUBLISHED_LOAD_PCT: u32 = 50;
 /// Minimum load (0 to 1) that must be reported for the forwarding core while SYNs are counted.
@@ -32,7 +32,7 @@ const LOAD_SETTLE_TIME: Duration = Duration::from_secs(3);
 /// Interval between two flushes of QEMU's receive queues, which may otherwise stay full
 /// ([`QemuMonitor::flush_receive_queues`]). With a longer interval, a higher rate can load the core less.
 const QUEUE_FLUSH_INTERVAL: Duration = Duration::from_millis(25);
-const ROUNDS_PER_MEASUREMENT: u8 = 4;
+const SYN_ROUNDS_PER_MEASUREMENT: u8 = 4;
 /// Maximum number of transmissions of each SYN. The loaded core drops some.
 const MAX_SYN_TRANSMISSIONS: usize = 10;
 /// Maximum number of measurements, of which one must have the expected result.
@@ -42,11 +42,11 @@ const MAX_PLACEMENT_MEASUREMENTS: u8 = 5;
 pub fn forwarding_guest_config_files() -> Vec<(&'static str, String)> {
     let controller_config = "listen = \"127.0.0.1:7400\"\nstore = \"/run/forwarding.redb\"\n\
                       fleet = \"forwarding-fleet.toml\"\n";
-    let [s1, s2] = SERVER_HOST_BYTES;
+    let [s1, s2] = SERVER_ADDRESS_LAST_BYTES;
     let fleet_document = format!(
         "report_interval = \"500ms\"\n[[server]]\nname = \"s1\"\naddress = \"10.2.0.{s1}\"\n\
          [[server]]\nname = \"s2\"\naddress = \"10.2.0.{s2}\"\n\
-         [[service]]\nname = \"web\"\nvip = \"{IPV4_DESTINATION}\"\npolicy = \"crossrss\"\n"
+         [[service]]\nname = \"web\"\nvip = \"{IPV4_SYN_DESTINATION}\"\npolicy = \"crossrss\"\n"
     );
     let format_agent_config = |index: usize, load: &str| {
         format!(
@@ -66,14 +66,21 @@ pub fn forwarding_guest_config_files() -> Vec<(&'static str, String)> {
 
 /// Starts the daemons, and checks which servers get new connections before and while forwarding loads one core. Fails
 /// when the daemons do not start.
-pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tally: &mut CheckTally) -> Result<()> {
-    let host_emulator = HostEmulator::new(&SERVER_HOST_BYTES)?;
+pub fn check_connection_placement(
+    guest: &mut QemuGuest,
+    guest_tap: &GuestTap,
+    name: &str,
+    tally: &mut CheckTally,
+) -> Result<()> {
+    let host_emulator = HostEmulator::new(&SERVER_ADDRESS_LAST_BYTES)?;
     start_daemons(guest)?;
     let shown_rss = rss::read_rss(guest)?;
     let next_flow_round = check_idle_placement(guest, guest_tap, &host_emulator, name, tally)?;
 
-    let forwarded_flow =
-        FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED_DESTINATION.ip(), FORWARDED_DESTINATION.port()));
+    let forwarded_flow = FourTuple::ipv4(
+        ("10.1.251.1".parse()?, 4711),
+        (*FORWARDED_PACKET_DESTINATION.ip(), FORWARDED_PACKET_DESTINATION.port()),
+    );
     let loaded_queue = rss::predicted_queue(&shown_rss, &forwarded_flow);
     let is_on_loaded_queue = |flow: &FourTuple| rss::predicted_queue(&shown_rss, flow) == loaded_queue;
     let avoids_loaded_core = |placements: &FlowPlacements| {
@@ -82,7 +89,7 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
         on_core_count * 10 <= on_core_total && other_count * 10 >= other_total * 9
     };
     let (measurement_result, packet_rate) =
-        measure_under_load(guest, guest_tap, &forwarded_flow, loaded_queue, || {
+        measure_placement_under_load(guest, guest_tap, &forwarded_flow, loaded_queue, || {
             measure_until_expected_placement(guest_tap, &host_emulator, next_flow_round, avoids_loaded_core)
         })?;
     let placement_under_load =
@@ -93,7 +100,7 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
     let placement_text = format!(
         "of core {loaded_queue}, with {packet_rate} forwarded packets/s, {on_core_count} of {on_core_total} SYNs, of \
          the others {other_count} of {other_total}; {}",
-        format_loads(guest)?
+        fetch_core_loads_text(guest)?
     );
     tally.record_result(
         &format!("{name}: crossrss moves connections away from the core that forwards"),
@@ -105,7 +112,7 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
 /// Checks that server `s1` gets the connections while its cores are idle. Returns the first round whose flows were not
 /// used.
 fn check_idle_placement(
-    guest: &mut Guest,
+    guest: &mut QemuGuest,
     guest_tap: &GuestTap,
     host_emulator: &HostEmulator,
     name: &str,
@@ -117,7 +124,7 @@ fn check_idle_placement(
     })?;
     let [idle_count, syn_count] = count_first_server_syns(&idle_placement.placements, |_| true);
     let placement_text =
-        format!("{idle_count} of {syn_count} SYNs to the server with idle cores; {}", format_loads(guest)?);
+        format!("{idle_count} of {syn_count} SYNs to the server with idle cores; {}", fetch_core_loads_text(guest)?);
     tally.record_result(
         &format!("{name}: idle cores get the connections"),
         idle_placement.require_expected_placement(placement_text),
@@ -126,14 +133,14 @@ fn check_idle_placement(
 }
 
 /// Starts a controller, both agents and the load balancer, and adds a route for the packets to forward.
-fn start_daemons(guest: &mut Guest) -> Result<()> {
+fn start_daemons(guest: &mut QemuGuest) -> Result<()> {
     guest.run_successfully(
         "ip link set eth1 up && ip addr add 10.2.0.1/24 dev eth0 && echo 1 > /proc/sys/net/ipv4/ip_forward",
     )?;
     // The next hop is a device of the guest, because otherwise QEMU's network thread would be busy before a core is.
     // The kernel names the other end of the veth pair `veth0`.
     let next_hop_mac = host_mac(254).map(|byte| format!("{byte:02x}")).join(":");
-    let forwarded_address = FORWARDED_DESTINATION.ip();
+    let forwarded_address = FORWARDED_PACKET_DESTINATION.ip();
     guest.run_successfully(&format!(
         "ip link add out type veth && ip link set veth0 up && ip link set out up && ip route add \
          {forwarded_address}/32 dev out && arp -i out -s {forwarded_address} {next_hop_mac}"
@@ -145,7 +152,7 @@ fn start_daemons(guest: &mut Guest) -> Result<()> {
         guest.run_successfully(&format!("start {agent} coreward agent --config /etc/{agent}.toml"))?;
     }
     guest.run_successfully("start lb coreward lb --config /etc/lb.toml")?;
-    let wait_result = poll_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
+    let wait_result = poll_guest_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
         let Some(status) = agent::fetch_fleet_status(guest)? else { return Ok(None) };
         let table_generation = status["load_balancers"][0]["state"]["table_generations"]["web"].as_u64();
         let has_reports =
@@ -168,12 +175,12 @@ fn core_loads_in_status(status: &Value) -> Option<[Vec<f64>; 2]> {
     Some([loads_of_server("s1")?, loads_of_server("s2")?])
 }
 
-fn fetch_reported_core_loads(guest: &mut Guest) -> Result<[Vec<f64>; 2]> {
+fn fetch_reported_core_loads(guest: &mut QemuGuest) -> Result<[Vec<f64>; 2]> {
     let status = agent::fetch_fleet_status(guest)?.context("the controller does not answer")?;
     core_loads_in_status(&status).with_context(|| format!("no loads in {status}"))
 }
 
-fn format_loads(guest: &mut Guest) -> Result<String> {
+fn fetch_core_loads_text(guest: &mut QemuGuest) -> Result<String> {
     let [s1, s2] = fetch_reported_core_loads(guest)?
         .map(|cores| cores.iter().map(|load| format!("{:.0}", load * 100.0)).collect::<Vec<_>>().join(", "));
     Ok(format!("loads {s1} % against {s2} %"))
@@ -181,8 +188,8 @@ fn format_loads(guest: &mut Guest) -> Result<String> {
 
 /// Forwards packets of `flow`, which arrive at `queue`, at a growing rate until the queue's core is loaded. Then calls
 /// `measure_placement`, and returns its result and the rate (packets per second).
-fn measure_under_load<T>(
-    guest: &mut Guest,
+fn measure_placement_under_load<T>(
+    guest: &mut QemuGuest,
     guest_tap: &GuestTap,
     flow: &FourTuple,
     queue: u16,
@@ -191,9 +198,9 @@ fn measure_under_load<T>(
     let (packets_per_second, should_stop) = (AtomicU32::new(*PACKET_RATE_RANGE.start()), AtomicBool::new(false));
     let monitor = guest.connect_monitor()?;
     std::thread::scope(|scope| {
-        let sender = scope.spawn(|| send_at_rate(guest_tap, monitor, flow, &packets_per_second, &should_stop));
+        let sender = scope.spawn(|| send_packets_at_rate(guest_tap, monitor, flow, &packets_per_second, &should_stop));
         let measurement_result =
-            raise_rate_until_loaded(guest, queue, &packets_per_second).map(|()| measure_placement());
+            raise_rate_until_core_loaded(guest, queue, &packets_per_second).map(|()| measure_placement());
         should_stop.store(true, Ordering::Relaxed);
         // The sender's error is returned first, because it explains an error of the measurement.
         sender.join().map_err(|_| anyhow::anyhow!("the sender panicked"))??;
@@ -203,7 +210,7 @@ fn measure_under_load<T>(
 
 /// Raises the packet rate until two readings of the load show that the core of `queue` is loaded. A single high reading
 /// may be a daemon's burst of work.
-fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, packets_per_second: &AtomicU32) -> Result<()> {
+fn raise_rate_until_core_loaded(guest: &mut QemuGuest, queue: u16, packets_per_second: &AtomicU32) -> Result<()> {
     let mut loaded_reading_count = 0;
     loop {
         std::thread::sleep(LOAD_SETTLE_TIME);
@@ -225,7 +232,7 @@ fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, packets_per_second: &A
 }
 
 /// Sends `packets_per_second` packets per second, in one batch per millisecond, until `should_stop` is set.
-fn send_at_rate(
+fn send_packets_at_rate(
     guest_tap: &GuestTap,
     mut monitor: QemuMonitor,
     flow: &FourTuple,
@@ -249,13 +256,13 @@ fn send_at_rate(
 /// Flow of each received SYN, with the last address byte of the server that received it.
 type FlowPlacements = Vec<(FourTuple, u8)>;
 
-struct PlacementMeasurement {
+struct ConnectionPlacementMeasurement {
     placements: FlowPlacements,
     is_placement_expected: bool,
     next_flow_round: u8,
 }
 
-impl PlacementMeasurement {
+impl ConnectionPlacementMeasurement {
     fn require_expected_placement(&self, placement_text: String) -> Result<String> {
         ensure!(self.is_placement_expected, placement_text);
         Ok(placement_text)
@@ -269,15 +276,15 @@ fn measure_until_expected_placement(
     host_emulator: &HostEmulator,
     first_round: u8,
     is_expected: impl Fn(&FlowPlacements) -> bool,
-) -> Result<PlacementMeasurement> {
-    let mut measurement = PlacementMeasurement {
+) -> Result<ConnectionPlacementMeasurement> {
+    let mut measurement = ConnectionPlacementMeasurement {
         placements: FlowPlacements::new(),
         is_placement_expected: false,
         next_flow_round: first_round,
     };
     for _ in 0..MAX_PLACEMENT_MEASUREMENTS {
         measurement.placements = measure_placements(guest_tap, host_emulator, measurement.next_flow_round)?;
-        measurement.next_flow_round += ROUNDS_PER_MEASUREMENT;
+        measurement.next_flow_round += SYN_ROUNDS_PER_MEASUREMENT;
         measurement.is_placement_expected = is_expected(&measurement.placements);
         if measurement.is_placement_expected {
             break;
@@ -286,12 +293,12 @@ fn measure_until_expected_placement(
     Ok(measurement)
 }
 
-/// Sends a SYN for each flow of [`ROUNDS_PER_MEASUREMENT`] rounds from `first_round` on, and retransmits lost ones.
+/// Sends a SYN for each flow of [`SYN_ROUNDS_PER_MEASUREMENT`] rounds from `first_round` on, and retransmits lost ones.
 /// Returns the server that received each SYN. Fails when a SYN is still lost.
 fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_round: u8) -> Result<FlowPlacements> {
     host_emulator.take_received_syns();
     let mut missing_flows: Vec<FourTuple> =
-        (first_round..first_round + ROUNDS_PER_MEASUREMENT).flat_map(flows_of_round).collect();
+        (first_round..first_round + SYN_ROUNDS_PER_MEASUREMENT).flat_map(flows_of_round).collect();
     let sent_syn_count = missing_flows.len();
     let mut placements = FlowPlacements::new();
     for _ in 0..MAX_SYN_TRANSMISSIONS {
@@ -319,5 +326,8 @@ fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_
 /// Counts the SYNs that `is_selected` selects. Returns how many of them reached server `s1`, and their total number.
 fn count_first_server_syns(placements: &FlowPlacements, is_selected: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
     let selected_placements = placements.iter().filter(|(flow, _)| is_selected(flow));
-    [selected_placements.clone().filter(|(_, host)| *host == SERVER_HOST_BYTES[0]).count(), selected_placements.count()]
+    [
+        selected_placements.clone().filter(|(_, host)| *host == SERVER_ADDRESS_LAST_BYTES[0]).count(),
+        selected_placements.count(),
+    ]
 }

@@ -19,7 +19,7 @@ pub const FIRST_NIC_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
 /// Name of the tap device of the guest's `eth0`, in the network namespace of this process.
 pub const FIRST_TAP_NAME: &str = "nictest0";
 
-const MONITOR_SOCKET_NAME: &str = "monitor";
+const QEMU_MONITOR_SOCKET_NAME: &str = "monitor";
 
 /// Maximum time for the start or the shutdown of a guest on a busy machine.
 const GUEST_BOOT_TIMEOUT: Duration = Duration::from_secs(300);
@@ -116,11 +116,11 @@ impl<'a> GuestHardware<'a> {
 }
 
 /// Booted guest. Dropping this value kills QEMU, which also removes the tap devices.
-pub struct Guest {
+pub struct QemuGuest {
     qemu: Child,
     serial_line: UnixStream,
     /// Output that has been received from the serial line, but not processed yet.
-    pending_output: Vec<u8>,
+    unprocessed_output: Vec<u8>,
     console_path: PathBuf,
     /// Directory with the socket of QEMU's monitor.
     monitor_directory: TempDir,
@@ -169,11 +169,11 @@ impl QemuMonitor {
     }
 }
 
-impl Guest {
+impl QemuGuest {
     /// Connects to the monitor of the guest's QEMU. Fails when QEMU has ended.
     pub fn connect_monitor(&self) -> Result<QemuMonitor> {
-        let socket =
-            UnixStream::connect(self.monitor_directory.path().join(MONITOR_SOCKET_NAME)).context("QEMU's monitor")?;
+        let socket = UnixStream::connect(self.monitor_directory.path().join(QEMU_MONITOR_SOCKET_NAME))
+            .context("QEMU's monitor")?;
         socket.set_nonblocking(true)?;
         Ok(QemuMonitor(socket))
     }
@@ -195,7 +195,7 @@ impl Guest {
         let (serial_line, qemu_socket) = UnixStream::pair()?;
         let mut command = build_qemu_command(packages, hardware);
         let monitor_directory = tempfile::tempdir()?;
-        let monitor_socket = monitor_directory.path().join(MONITOR_SOCKET_NAME);
+        let monitor_socket = monitor_directory.path().join(QEMU_MONITOR_SOCKET_NAME);
         command.args(["-monitor", &format!("unix:{},server=on,wait=off", monitor_socket.display())]);
         command.args(["-smp", &NIC_QUEUE_COUNT.to_string()]).arg("-kernel").arg(kernel_directory.join("vmlinuz"));
         command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
@@ -207,7 +207,7 @@ impl Guest {
         let mut guest = Self {
             qemu: spawn_qemu(command, qemu_socket, console_path)?,
             serial_line,
-            pending_output: Vec::new(),
+            unprocessed_output: Vec::new(),
             console_path: console_path.to_path_buf(),
             monitor_directory,
         };
@@ -258,8 +258,8 @@ impl Guest {
         let deadline = Instant::now() + timeout;
         let mut output = String::new();
         loop {
-            while let Some(length) = self.pending_output.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.pending_output.drain(..=length).collect();
+            while let Some(length) = self.unprocessed_output.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.unprocessed_output.drain(..=length).collect();
                 let line = String::from_utf8_lossy(&line).into_owned();
                 if line.starts_with(marker) {
                     return Ok((output, line));
@@ -274,7 +274,7 @@ impl Guest {
             let mut buffer = [0; 4096];
             match self.serial_line.read(&mut buffer) {
                 Ok(0) => bail!("the guest is gone; {}", self.last_output()),
-                Ok(length) => self.pending_output.extend_from_slice(&buffer[..length]),
+                Ok(length) => self.unprocessed_output.extend_from_slice(&buffer[..length]),
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error).context("the serial line"),
@@ -295,7 +295,7 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for QemuGuest {
     fn drop(&mut self) {
         // An error means that QEMU has already ended.
         let _ = self.qemu.kill();

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 
 use crate::kernel;
 use crate::packages::FetchedPackages;
-use crate::process::{command_tied_to_parent, run_to_end};
+use crate::process::{command_tied_to_parent, run_command_to_end};
 
 const DIRECTORY_MODE: u32 = 0o040_755;
 pub const EXECUTABLE_MODE: u32 = 0o100_755;
@@ -137,10 +137,10 @@ fn add_ethtool(archive: &mut CpioArchive, packages: &FetchedPackages) -> Result<
 /// Adds the `coreward` binary without its debug information, by way of the temporary file `stripped_path`. Also adds
 /// the libraries that `ldd` lists, at the same paths.
 fn add_coreward(archive: &mut CpioArchive, coreward_binary: &Path, stripped_path: &Path) -> Result<()> {
-    run_to_end(command_tied_to_parent("strip").arg("-o").arg(stripped_path).arg(coreward_binary))
+    run_command_to_end(command_tied_to_parent("strip").arg("-o").arg(stripped_path).arg(coreward_binary))
         .context("binutils' strip is needed")?;
     archive.add_entry_with_parents("bin/coreward", EXECUTABLE_MODE, &read_file(stripped_path)?);
-    for library_path in run_to_end(command_tied_to_parent("ldd").arg(coreward_binary))?
+    for library_path in run_command_to_end(command_tied_to_parent("ldd").arg(coreward_binary))?
         .split_whitespace()
         .filter(|ldd_word| ldd_word.starts_with('/'))
     {

@@ -8,16 +8,16 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::debian::{DebianMachine, NamedGuestFile};
-use crate::guest::Guest;
+use crate::guest::QemuGuest;
 use crate::packages::FetchedPackages;
 use crate::tally::CheckTally;
-use crate::units::{self, DAEMON_SETTLE_TIMEOUT, GuestCheck, retry_until_ok, run_apt_get, start_in_namespace};
+use crate::units::{self, DAEMON_SETTLE_TIMEOUT, GuestCheck, retry_until_ok, run_apt_get, start_command_in_namespace};
 
 const IPVS_GUEST_NAME: &str = "Debian with IPVS";
 /// Number of connections in each group that is held open.
 const OPEN_CONNECTION_COUNT: usize = 12;
 
-const NETWORK_SCRIPT: &str = "
+const NETWORK_SETUP_SCRIPT: &str = "
 mkdir -p /var/lib/coreward
 ip netns add switch
 ip -n switch link add br0 type bridge
@@ -156,11 +156,11 @@ fn nginx_config(server: &str) -> String {
 
 fn ipvs_guest_files() -> Vec<NamedGuestFile> {
     let constant_files = [
-        ("etc/test-network", NETWORK_SCRIPT),
+        ("etc/test-network", NETWORK_SETUP_SCRIPT),
         ("etc/test-hold", HOLD_CONNECTIONS_SCRIPT),
         ("etc/test-diagnosis", DIAGNOSIS_SCRIPT),
-        ("etc/test-request", units::REQUEST_SCRIPT),
-        ("etc/test-load", units::LOAD_SCRIPT),
+        ("etc/test-request", units::SEND_REQUEST_SCRIPT),
+        ("etc/test-load", units::REPEATED_CONNECTIONS_SCRIPT),
         ("etc/keepalived/test.conf", KEEPALIVED_CONFIG),
         ("etc/coreward/controller.toml", &units::controller_config("10.2.0.9")),
         ("etc/coreward/fleet.toml", FLEET_DOCUMENT),
@@ -186,20 +186,20 @@ pub fn check_migration_from_ipvs(
     tally: &mut CheckTally,
 ) -> Result<()> {
     let debian_machine = DebianMachine::new(packages, cache_directory, "ipvs", &ipvs_guest_files(), package_directory)?;
-    units::check_in_namespaces(IPVS_GUEST_NAME, &debian_machine, &MIGRATION_CHECKS, command, tally)
+    units::run_checks_in_namespaces(IPVS_GUEST_NAME, &debian_machine, &MIGRATION_CHECKS, command, tally)
 }
 
 /// Names and functions of the checks. Each check starts in the state that the previous one has left.
 const MIGRATION_CHECKS: [(&str, GuestCheck); 4] = [
-    ("keepalived's virtual server balances", check_keepalived),
+    ("keepalived's virtual server balances", check_service_through_keepalived),
     ("coreward adopts the pool, and no connection breaks", check_pool_adoption),
     ("coreward hands the pool back, and no connection breaks", check_pool_hand_back),
-    ("coreward is removed, and no connection breaks", check_removal),
+    ("coreward is removed, and no connection breaks", check_coreward_removal),
 ];
 
 /// Opens a group of connections, and waits until all of them are open.
-fn open_connections(guest: &mut Guest, group: &str) -> Result<()> {
-    start_in_namespace(
+fn open_connection_group(guest: &mut QemuGuest, group: &str) -> Result<()> {
+    start_command_in_namespace(
         guest,
         &format!("test-{group}"),
         "client",
@@ -213,7 +213,7 @@ fn open_connections(guest: &mut Guest, group: &str) -> Result<()> {
 
 /// Checks that no connection of the groups was broken, and that no new connection failed. Returns the slowest answer's
 /// time in ms.
-fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
+fn check_held_connections(guest: &mut QemuGuest, groups: &[&str]) -> Result<u64> {
     let mut slowest_answer_ms = 0;
     for group in groups {
         let command = format!("sh -c 'echo > /run/test-{group}.in; cat /run/test-{group}.out'");
@@ -233,7 +233,7 @@ fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
     Ok(slowest_answer_ms)
 }
 
-fn check_and_summarize_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<String> {
+fn check_and_summarize_held_connections(guest: &mut QemuGuest, groups: &[&str]) -> Result<String> {
     let slowest_answer_ms = check_held_connections(guest, groups)?;
     let served_connection_count = guest.run_successfully("grep -c served /run/test-load")?;
     let held_connection_count = groups.len() * OPEN_CONNECTION_COUNT;
@@ -243,29 +243,34 @@ fn check_and_summarize_held_connections(guest: &mut Guest, groups: &[&str]) -> R
     ))
 }
 
-fn check_status_contains(guest: &mut Guest, pattern: &str) -> Result<()> {
+fn check_status_contains(guest: &mut QemuGuest, pattern: &str) -> Result<()> {
     guest.run_successfully(&format!("ip netns exec controller coreward status | grep -qE '{pattern}'")).map(drop)
 }
 
-fn check_keepalived(guest: &mut Guest) -> Result<String> {
+fn check_service_through_keepalived(guest: &mut QemuGuest) -> Result<String> {
     for server in ["s1", "s2"] {
         let command = format!("nginx -c /etc/test-nginx-{server} -g 'daemon off;'").replace('\'', "\"");
-        start_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
+        start_command_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
-    start_in_namespace(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
+    start_command_in_namespace(
+        guest,
+        "test-keepalived",
+        "director",
+        "keepalived -n -C -l -f /etc/keepalived/test.conf",
+    )?;
     let request_command = "ip netns exec client timeout 10 bash /etc/test-request 80";
     retry_until_ok(DAEMON_SETTLE_TIMEOUT, || guest.run_successfully(request_command))?;
-    start_in_namespace(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
-    start_in_namespace(guest, "test-load", "client", "bash /etc/test-load")?;
-    open_connections(guest, "oldest")?;
+    start_command_in_namespace(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
+    start_command_in_namespace(guest, "test-load", "client", "bash /etc/test-load")?;
+    open_connection_group(guest, "oldest")?;
     let ipvs_table = guest.run_successfully("ip netns exec director ipvsadm -Ln")?;
     ensure!(ipvs_table.contains("10.2.0.11:80") && ipvs_table.contains("10.2.0.12:80"), "ipvsadm: {ipvs_table}");
     check_and_summarize_held_connections(guest, &["oldest"])
 }
 
-fn check_pool_adoption(guest: &mut Guest) -> Result<String> {
+fn check_pool_adoption(guest: &mut QemuGuest) -> Result<String> {
     run_apt_get(guest, "install /root/debs/old/coreward_*.deb")?;
-    start_in_namespace(
+    start_command_in_namespace(
         guest,
         "coreward-controller",
         "controller",
@@ -273,34 +278,34 @@ fn check_pool_adoption(guest: &mut Guest) -> Result<String> {
     )?;
     for server in ["s1", "s2"] {
         let command = format!("coreward agent --config /etc/coreward/{server}.toml");
-        start_in_namespace(guest, &format!("coreward-{server}"), server, &command)?;
+        start_command_in_namespace(guest, &format!("coreward-{server}"), server, &command)?;
     }
     for server in ["s1", "s2"] {
         retry_until_ok(DAEMON_SETTLE_TIMEOUT, || check_status_contains(guest, &format!("{server} .*active")))?;
-        wait_for_timestamps(guest, server, "2")?;
+        wait_for_timestamps_setting(guest, server, "2")?;
     }
     check_held_connections(guest, &["oldest"]).context("after the agents' start")?;
-    open_connections(guest, "older")?;
-    start_in_namespace(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
+    open_connection_group(guest, "older")?;
+    start_command_in_namespace(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
     let readiness_command = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > \
                              /run/status; grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
     retry_until_ok(DAEMON_SETTLE_TIMEOUT, || guest.run_successfully(readiness_command))
         .with_context(|| read_status_or_error(guest))?;
     guest.run_successfully("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
     check_held_connections(guest, &["oldest", "older"]).context("after the VIP's move")?;
-    open_connections(guest, "ours")?;
+    open_connection_group(guest, "ours")?;
     retry_until_ok(DAEMON_SETTLE_TIMEOUT, || check_status_contains(guest, "to_other_balancer [1-9]"))
         .with_context(|| read_status_or_error(guest))?;
     check_and_summarize_held_connections(guest, &["oldest", "older", "ours"])
 }
 
 /// Returns the output of `coreward status` or its error, for use in messages.
-fn read_status_or_error(guest: &mut Guest) -> String {
+fn read_status_or_error(guest: &mut QemuGuest) -> String {
     guest.run_successfully("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
 }
 
 /// Waits until a server's setting net.ipv4.tcp_timestamps has this value.
-fn wait_for_timestamps(guest: &mut Guest, server: &str, expected_value: &str) -> Result<()> {
+fn wait_for_timestamps_setting(guest: &mut QemuGuest, server: &str, expected_value: &str) -> Result<()> {
     let read_command = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
     retry_until_ok(DAEMON_SETTLE_TIMEOUT, || match guest.run_successfully(&read_command)?.trim() {
         actual_value if actual_value == expected_value => Ok(()),
@@ -308,15 +313,15 @@ fn wait_for_timestamps(guest: &mut Guest, server: &str, expected_value: &str) ->
     })
 }
 
-fn check_pool_hand_back(guest: &mut Guest) -> Result<String> {
+fn check_pool_hand_back(guest: &mut QemuGuest) -> Result<String> {
     guest.run_successfully(
         "sed -i s/migrate_from/migrate_to/ /etc/coreward/fleet.toml && systemctl kill -s HUP coreward-controller",
     )?;
     for server in ["s1", "s2"] {
-        wait_for_timestamps(guest, server, "1")?;
+        wait_for_timestamps_setting(guest, server, "1")?;
     }
     check_held_connections(guest, &["oldest", "older", "ours"]).context("after `migrate_to`")?;
-    open_connections(guest, "newest")?;
+    open_connection_group(guest, "newest")?;
     check_held_connections(guest, &["oldest", "older", "ours", "newest"])?;
     // Connections that coreward opened must end before the VIP moves.
     guest.run_successfully("systemctl stop test-ours")?;
@@ -324,7 +329,7 @@ fn check_pool_hand_back(guest: &mut Guest) -> Result<String> {
     check_and_summarize_held_connections(guest, &["oldest", "older", "newest"])
 }
 
-fn check_removal(guest: &mut Guest) -> Result<String> {
+fn check_coreward_removal(guest: &mut QemuGuest) -> Result<String> {
     // Connections with stamped timestamps must end before the agents detach.
     guest.run_successfully("systemctl stop test-older coreward-lb coreward-s1 coreward-s2 coreward-controller")?;
     guest.run_successfully("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::process::{command_tied_to_parent, run_to_end};
+use crate::process::{command_tied_to_parent, run_command_to_end};
 
 /// Kernel modules that guests load, without their dependencies. Some of them are built into Debian's kernels.
 pub const GUEST_KERNEL_MODULES: [&str; 19] = [
@@ -37,7 +37,7 @@ pub const GUEST_KERNEL_MODULES: [&str; 19] = [
 pub fn extract_kernel(archive: &Path, kernel_directory: &Path, busybox: &Path) -> Result<()> {
     let unpacked_package = kernel_directory.join("unpacked");
     fs::create_dir_all(kernel_directory.join("modules"))?;
-    run_to_end(command_tied_to_parent("dpkg").arg("-x").arg(archive).arg(&unpacked_package))?;
+    run_command_to_end(command_tied_to_parent("dpkg").arg("-x").arg(archive).arg(&unpacked_package))?;
     let boot_files = fs::read_dir(unpacked_package.join("boot"))?.collect::<std::io::Result<Vec<_>>>()?;
     let image_path =
         boot_files.iter().map(fs::DirEntry::path).find(|path| path.display().to_string().contains("/vmlinuz-"));
@@ -47,7 +47,7 @@ pub fn extract_kernel(archive: &Path, kernel_directory: &Path, busybox: &Path) -
     )?;
     let mut module_paths = BTreeMap::new();
     let mut built_in_list = String::new();
-    collect_modules(&unpacked_package.join("lib/modules"), &mut module_paths, &mut built_in_list)?;
+    collect_module_paths(&unpacked_package.join("lib/modules"), &mut module_paths, &mut built_in_list)?;
     let mut missing_modules: Vec<String> = GUEST_KERNEL_MODULES.map(str::to_string).to_vec();
     while let Some(name) = missing_modules.pop() {
         let target_path = kernel_directory.join("modules").join(format!("{name}.ko"));
@@ -92,7 +92,7 @@ fn add_module_with_dependencies(
 
 /// Adds the path of each module below `directory` to `module_paths`, by module name (with underscores). Adds the
 /// contents of `modules.builtin` to `built_in_list`.
-fn collect_modules(
+fn collect_module_paths(
     directory: &Path,
     module_paths: &mut BTreeMap<String, PathBuf>,
     built_in_list: &mut String,
@@ -101,7 +101,7 @@ fn collect_modules(
         let directory_entry = entry?;
         let name = directory_entry.file_name().to_string_lossy().into_owned();
         if directory_entry.file_type()?.is_dir() {
-            collect_modules(&directory_entry.path(), module_paths, built_in_list)?;
+            collect_module_paths(&directory_entry.path(), module_paths, built_in_list)?;
         } else if name == "modules.builtin" {
             built_in_list.push_str(&fs::read_to_string(directory_entry.path())?);
         } else if let Some((stem, "" | ".xz")) = name.split_once(".ko") {
@@ -129,11 +129,13 @@ fn read_uncompressed_module(path: &Path, busybox: &Path) -> Result<Vec<u8>> {
 
 /// Returns the names of a module's dependencies. modpost writes them as `depends=a,b` into the section .modinfo.
 fn module_dependencies(module: &[u8]) -> Vec<String> {
-    const DEPENDS_TAG: &[u8] = b"\0depends=";
-    let Some(tag_offset) = module.windows(DEPENDS_TAG.len()).position(|window| window == DEPENDS_TAG) else {
+    const MODULE_DEPENDENCIES_TAG: &[u8] = b"\0depends=";
+    let Some(tag_offset) =
+        module.windows(MODULE_DEPENDENCIES_TAG.len()).position(|window| window == MODULE_DEPENDENCIES_TAG)
+    else {
         return Vec::new();
     };
-    let bytes_after_tag = &module[tag_offset + DEPENDS_TAG.len()..];
+    let bytes_after_tag = &module[tag_offset + MODULE_DEPENDENCIES_TAG.len()..];
     let dependency_list =
         String::from_utf8_lossy(&bytes_after_tag[..bytes_after_tag.iter().position(|byte| *byte == 0).unwrap_or(0)])
             .into_owned();

@@ -7,18 +7,18 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::debian::{DebianMachine, NamedGuestFile};
-use crate::guest::Guest;
+use crate::guest::QemuGuest;
 use crate::packages::FetchedPackages;
 use crate::tally::CheckTally;
 use crate::units::{self, DAEMON_SETTLE_TIMEOUT, GuestCheck, retry_until_ok, run_apt_get};
 
 const NETWORKS_GUEST_NAME: &str = "Debian with bonds, VLANs and tunnels";
 /// Number of connections that are opened in each check.
-const TEST_CONNECTION_COUNT: usize = 20;
+const CONNECTIONS_PER_NETWORK_CHECK: usize = 20;
 
 /// Script that sets up the network. Server s1 is in VLAN 20, and so are the second devices of client and controller.
 /// Server s2 decapsulates packets by its kernel's tunnel devices.
-const NETWORK_SCRIPT: &str = "
+const NETWORK_SETUP_SCRIPT: &str = "
 mkdir -p /var/lib/coreward
 ip netns add switch
 ip -n switch link add br0 type bridge
@@ -134,7 +134,7 @@ fn nginx_config(server: &str) -> String {
 }
 
 /// Script that opens connections one by one, with two requests each. $1 is the VIP, and $2 the number of connections.
-const REQUEST_SCRIPT: &str = "
+const OPEN_CONNECTIONS_SCRIPT: &str = "
 for ((number = 0; number < $2; number++)); do
 	exec 3<>/dev/tcp/$1/80 || exit 1
 	for request in 1 2; do
@@ -151,8 +151,8 @@ echo $line
 
 fn network_guest_files() -> Vec<NamedGuestFile> {
     [
-        ("etc/test-network", NETWORK_SCRIPT.to_owned()),
-        ("etc/test-request", REQUEST_SCRIPT.to_owned()),
+        ("etc/test-network", NETWORK_SETUP_SCRIPT.to_owned()),
+        ("etc/test-request", OPEN_CONNECTIONS_SCRIPT.to_owned()),
         ("etc/coreward/controller.toml", units::controller_config("10.2.0.9")),
         ("etc/coreward/fleet.toml", FLEET_DOCUMENT.to_owned()),
         ("etc/coreward/lb.toml", LB_CONFIG.to_owned()),
@@ -174,7 +174,7 @@ pub fn check_networks(
 ) -> Result<()> {
     let debian_machine =
         DebianMachine::new(packages, cache_directory, "networks", &network_guest_files(), package_directory)?;
-    units::check_in_namespaces(NETWORKS_GUEST_NAME, &debian_machine, &NETWORK_CHECKS, command, tally)
+    units::run_checks_in_namespaces(NETWORKS_GUEST_NAME, &debian_machine, &NETWORK_CHECKS, command, tally)
 }
 
 /// Names and functions of the checks. Each check starts in the state that the previous one has left.
@@ -186,7 +186,7 @@ const NETWORK_CHECKS: [(&str, GuestCheck); 5] = [
     ("a link of the bond fails, and the other one serves", check_link_failures),
 ];
 
-fn start_daemons(guest: &mut Guest) -> Result<String> {
+fn start_daemons(guest: &mut QemuGuest) -> Result<String> {
     run_apt_get(guest, "install /root/debs/old/coreward_*.deb")?;
     let daemons = [
         ("controller", "controller", "coreward controller --config /etc/coreward/controller.toml"),
@@ -194,11 +194,11 @@ fn start_daemons(guest: &mut Guest) -> Result<String> {
         ("s1", "s1", "coreward agent --config /etc/coreward/s1.toml"),
     ];
     for (unit, host, command) in daemons {
-        units::start_in_namespace(guest, &format!("coreward-{unit}"), host, command)?;
+        units::start_command_in_namespace(guest, &format!("coreward-{unit}"), host, command)?;
     }
     for server in ["s1", "s2"] {
         let command = format!("nginx -c /etc/test-nginx-{server} -g \"daemon off;\"");
-        units::start_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
+        units::start_command_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
     retry_until_ok(DAEMON_SETTLE_TIMEOUT, || {
         let status = fetch_fleet_status(guest)?;
@@ -213,13 +213,14 @@ fn start_daemons(guest: &mut Guest) -> Result<String> {
     Ok("2 links aggregated".to_owned())
 }
 
-fn fetch_fleet_status(guest: &mut Guest) -> Result<String> {
+fn fetch_fleet_status(guest: &mut QemuGuest) -> Result<String> {
     guest.run_successfully("ip netns exec controller coreward status")
 }
 
 /// Opens connections to a VIP and sends requests. Fails unless the server with the name `server` answers.
-fn request_from_server(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
-    let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {TEST_CONNECTION_COUNT}");
+fn send_requests_and_check_server(guest: &mut QemuGuest, vip: &str, server: &str) -> Result<()> {
+    let command =
+        format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {CONNECTIONS_PER_NETWORK_CHECK}");
     let last_answer = retry_until_ok(DAEMON_SETTLE_TIMEOUT, || guest.run_successfully(&command))
         .with_context(|| format!("requests to {vip}"))?;
     ensure!(last_answer.trim() == format!("served by {server}"), "answered by {last_answer:?}, expected {server}");
@@ -227,52 +228,52 @@ fn request_from_server(guest: &mut Guest, vip: &str, server: &str) -> Result<()>
 }
 
 /// Returns the number of packets for which the load balancer has made the forwarding decision `name`.
-fn read_decision_packet_count(guest: &mut Guest, name: &str) -> Result<u64> {
+fn read_decision_packet_count(guest: &mut QemuGuest, name: &str) -> Result<u64> {
     let status_text = fetch_fleet_status(guest)?;
     let mut status_words = status_text.split([' ', ',', '\n']).filter(|status_word| !status_word.is_empty());
     let packet_count = status_words.find(|status_word| *status_word == name).and_then(|_| status_words.next());
     packet_count.and_then(|count| count.parse().ok()).with_context(|| format!("no packet by {name}: {status_text}"))
 }
 
-fn check_vlan_server(guest: &mut Guest) -> Result<String> {
-    request_from_server(guest, "10.200.0.1", "s1")?;
+fn check_vlan_server(guest: &mut QemuGuest) -> Result<String> {
+    send_requests_and_check_server(guest, "10.200.0.1", "s1")?;
     // A daemon reports its counters only once a second. Cookies show that the agent's programs see the VLAN's packets.
     let cookie_packet_count =
         retry_until_ok(DAEMON_SETTLE_TIMEOUT, || match read_decision_packet_count(guest, "established")? {
-            count if count >= TEST_CONNECTION_COUNT as u64 => Ok(count),
+            count if count >= CONNECTIONS_PER_NETWORK_CHECK as u64 => Ok(count),
             count => bail!("{count} packets by their cookie"),
         })?;
-    Ok(format!("{TEST_CONNECTION_COUNT} connections, {cookie_packet_count} packets by their cookie"))
+    Ok(format!("{CONNECTIONS_PER_NETWORK_CHECK} connections, {cookie_packet_count} packets by their cookie"))
 }
 
-fn check_ipip_decapsulation(guest: &mut Guest) -> Result<String> {
+fn check_ipip_decapsulation(guest: &mut QemuGuest) -> Result<String> {
     check_decapsulation(guest, "10.200.0.2")
 }
 
-fn check_gue_decapsulation(guest: &mut Guest) -> Result<String> {
+fn check_gue_decapsulation(guest: &mut QemuGuest) -> Result<String> {
     check_decapsulation(guest, "10.200.0.3")
 }
 
-fn check_decapsulation(guest: &mut Guest, vip: &str) -> Result<String> {
+fn check_decapsulation(guest: &mut QemuGuest, vip: &str) -> Result<String> {
     let initial_packet_count = read_tunnel_packet_count(guest)?;
-    request_from_server(guest, vip, "s2")?;
+    send_requests_and_check_server(guest, vip, "s2")?;
     let decapsulated_packet_count = read_tunnel_packet_count(guest)? - initial_packet_count;
     ensure!(
-        decapsulated_packet_count >= 4 * TEST_CONNECTION_COUNT as u64,
-        "tunl0 received {decapsulated_packet_count} packets of {TEST_CONNECTION_COUNT} connections"
+        decapsulated_packet_count >= 4 * CONNECTIONS_PER_NETWORK_CHECK as u64,
+        "tunl0 received {decapsulated_packet_count} packets of {CONNECTIONS_PER_NETWORK_CHECK} connections"
     );
-    Ok(format!("{TEST_CONNECTION_COUNT} connections, {decapsulated_packet_count} packets by tunl0"))
+    Ok(format!("{CONNECTIONS_PER_NETWORK_CHECK} connections, {decapsulated_packet_count} packets by tunl0"))
 }
 
-fn read_tunnel_packet_count(guest: &mut Guest) -> Result<u64> {
+fn read_tunnel_packet_count(guest: &mut QemuGuest) -> Result<u64> {
     let packet_count = guest.run_successfully("ip netns exec s2 cat /sys/class/net/tunl0/statistics/rx_packets")?;
     packet_count.trim().parse().with_context(|| packet_count.clone())
 }
 
-fn check_link_failures(guest: &mut Guest) -> Result<String> {
+fn check_link_failures(guest: &mut QemuGuest) -> Result<String> {
     guest.run_successfully("ip -n switch link set p-lb0 down")?;
-    request_from_server(guest, "10.200.0.1", "s1")?;
+    send_requests_and_check_server(guest, "10.200.0.1", "s1")?;
     guest.run_successfully("ip -n switch link set p-lb0 up && ip -n switch link set p-lb1 down")?;
-    request_from_server(guest, "10.200.0.1", "s1")?;
-    Ok(format!("{TEST_CONNECTION_COUNT} connections with each link alone"))
+    send_requests_and_check_server(guest, "10.200.0.1", "s1")?;
+    Ok(format!("{CONNECTIONS_PER_NETWORK_CHECK} connections with each link alone"))
 }

@@ -13,7 +13,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 
 use crate::kernel;
-use crate::process::{command_tied_to_parent, run_to_end};
+use crate::process::{command_tied_to_parent, run_command_to_end};
 
 /// Kernel versions, each with the metapackage that depends on the package of its newest point release.
 const KERNEL_PACKAGES: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
@@ -51,7 +51,9 @@ impl FetchedPackages {
         private_apt
             .run_apt_get(&[&["install", "--download-only", "-t", &backports_suite], &program_packages[..]].concat())?;
         for archive in downloaded_package_paths(package_directory)? {
-            run_to_end(command_tied_to_parent("dpkg").arg("-x").arg(&archive).arg(package_directory.join("root")))?;
+            run_command_to_end(
+                command_tied_to_parent("dpkg").arg("-x").arg(&archive).arg(package_directory.join("root")),
+            )?;
             fs::remove_file(archive)?;
         }
         for (name, package) in KERNEL_PACKAGES {
@@ -165,13 +167,13 @@ impl PrivateAptGet {
     }
 
     fn run_apt_get(&self, arguments: &[&str]) -> Result<()> {
-        run_to_end(self.apt_command("apt-get").arg("-q").args(arguments)).map(drop)
+        run_command_to_end(self.apt_command("apt-get").arg("-q").args(arguments)).map(drop)
     }
 
     /// Returns the name of the current kernel package, on which the metapackage `package` depends.
     fn current_kernel_package_name(&self, package: &str) -> Result<String> {
         let package_description =
-            run_to_end(self.apt_command("apt-cache").args(["show", "--no-all-versions", package]))?;
+            run_command_to_end(self.apt_command("apt-cache").args(["show", "--no-all-versions", package]))?;
         let kernel_packages: BTreeSet<&str> = package_description
             .lines()
             .filter_map(|line| line.strip_prefix("Depends: "))
@@ -212,7 +214,12 @@ fn debian_repositories() -> Result<Vec<(String, String)>> {
     let mut index_targets = debian_index_targets()?;
     if index_targets.is_empty() {
         // The lists show which sources are Debian's, so they must have been fetched once.
-        run_to_end(command_tied_to_parent("timeout").args([DOWNLOAD_TIMEOUT_SECONDS, "apt-get", "-q", "update"]))?;
+        run_command_to_end(command_tied_to_parent("timeout").args([
+            DOWNLOAD_TIMEOUT_SECONDS,
+            "apt-get",
+            "-q",
+            "update",
+        ]))?;
         index_targets = debian_index_targets()?;
     }
     let parse_repository = |target: &str| match target.split(' ').collect::<Vec<_>>()[..] {
@@ -225,7 +232,9 @@ fn debian_repositories() -> Result<Vec<(String, String)>> {
 fn debian_index_targets() -> Result<String> {
     let output_format = "$(REPO_URI) $(CODENAME) $(COMPONENT)";
     let target_filter = ["Created-By: Packages", "Origin: Debian", "Architecture: amd64"];
-    run_to_end(command_tied_to_parent("apt-get").args(["indextargets", "--format", output_format]).args(target_filter))
+    run_command_to_end(
+        command_tied_to_parent("apt-get").args(["indextargets", "--format", output_format]).args(target_filter),
+    )
 }
 
 /// Returns the paths of the downloaded packages that have not been unpacked yet.

@@ -12,7 +12,7 @@ pub fn command_tied_to_parent(program: impl AsRef<std::ffi::OsStr>) -> Command {
 }
 
 /// Runs a command to its end and returns its output. Fails with the last line of its error output.
-pub fn run_to_end(command: &mut Command) -> Result<String> {
+pub fn run_command_to_end(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?} does not start"))?;
     if !output.status.success() {
         let arguments: Vec<_> = command.get_args().map(|argument| argument.to_string_lossy()).collect();

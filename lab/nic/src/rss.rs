@@ -8,15 +8,15 @@ use anyhow::{Context as _, Result, bail, ensure};
 use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 
-use crate::guest::{Guest, NicModel};
-use crate::wire::{FLOWS_PER_FAMILY, GuestTap, measured_flows, outer_gue_flows};
+use crate::guest::{NicModel, QemuGuest};
+use crate::wire::{FLOWS_PER_IP_VERSION, GuestTap, measured_flows, outer_gue_flows};
 
 /// Maximum time until a SYN appears in the guest's counters.
 const SYN_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns the RSS key and indirection table that the guest's ethtool shows. If the driver (igb) does not show the key,
 /// returns the kernel's key. Fails when there is no table or it cannot be read.
-pub fn read_rss(guest: &mut Guest) -> Result<RssConfig> {
+pub fn read_rss(guest: &mut QemuGuest) -> Result<RssConfig> {
     let ethtool_output = guest.run_successfully("ethtool -x eth0")?;
     let key = match parse_rss_key(&ethtool_output)? {
         Some(key) => key,
@@ -70,11 +70,11 @@ impl RssMeasurement {
 
     /// Returns two values: whether all IPv4 flows arrived on the predicted queues, and whether all IPv6 flows did.
     pub fn are_families_in_force(&self) -> [bool; 2] {
-        self.matched_flows_by_family().map(|matched_count| matched_count == FLOWS_PER_FAMILY)
+        self.matched_flow_count_by_family().map(|matched_count| matched_count == FLOWS_PER_IP_VERSION)
     }
 
     /// Returns how many IPv4 and how many IPv6 flows arrived on the queue that the shown key and table predict.
-    fn matched_flows_by_family(&self) -> [u16; 2] {
+    fn matched_flow_count_by_family(&self) -> [u16; 2] {
         let mut matched_flows = [0; 2];
         for (flow, _) in
             self.flow_queues.iter().filter(|(flow, queue)| predicted_queue(&self.shown_rss, flow) == *queue)
@@ -87,11 +87,11 @@ impl RssMeasurement {
 
 impl fmt::Display for RssMeasurement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [ipv4_matches, ipv6_matches] = self.matched_flows_by_family();
+        let [ipv4_matches, ipv6_matches] = self.matched_flow_count_by_family();
         write!(
             f,
-            "on the predicted queue: {ipv4_matches} of {FLOWS_PER_FAMILY} IPv4 flows, {ipv6_matches} of \
-             {FLOWS_PER_FAMILY} IPv6 flows"
+            "on the predicted queue: {ipv4_matches} of {FLOWS_PER_IP_VERSION} IPv4 flows, {ipv6_matches} of \
+             {FLOWS_PER_IP_VERSION} IPv6 flows"
         )?;
         let used_queues: BTreeSet<u16> = self.flow_queues.iter().map(|(_, queue)| *queue).collect();
         match Vec::from_iter(used_queues)[..] {
@@ -107,17 +107,17 @@ pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
 
 /// Sends the SYN of each flow, and records the queue whose counter in the driver grows. Fails when a SYN does not
 /// arrive, or changes more than one counter.
-pub fn measure_flow_queues(guest: &mut Guest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
-    measure_sent_flow_queues(guest, nic, measured_flows(), |flow| guest_tap.send_syn(flow))
+pub fn measure_flow_queues(guest: &mut QemuGuest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
+    measure_queues_of_flows(guest, nic, measured_flows(), |flow| guest_tap.send_syn(flow))
 }
 
 /// Measures like [`measure_flow_queues`], but with SYNs in GUE packets, as a load balancer forwards them.
-pub fn measure_gue_flow_queues(guest: &mut Guest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
-    measure_sent_flow_queues(guest, nic, outer_gue_flows(), |outer_flow| guest_tap.send_gue_syn(outer_flow))
+pub fn measure_gue_flow_queues(guest: &mut QemuGuest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
+    measure_queues_of_flows(guest, nic, outer_gue_flows(), |outer_flow| guest_tap.send_gue_syn(outer_flow))
 }
 
-fn measure_sent_flow_queues(
-    guest: &mut Guest,
+fn measure_queues_of_flows(
+    guest: &mut QemuGuest,
     nic: NicModel,
     flows: impl Iterator<Item = FourTuple>,
     send_syn: impl Fn(&FourTuple) -> Result<()>,
@@ -128,7 +128,7 @@ fn measure_sent_flow_queues(
     for flow in flows {
         send_syn(&flow)?;
         let (queue, counters_after) =
-            wait_for_counted_packet(guest, nic, &counters_before).with_context(|| format!("the SYN of {flow:?}"))?;
+            wait_for_queue_with_packet(guest, nic, &counters_before).with_context(|| format!("the SYN of {flow:?}"))?;
         flow_queues.push((flow, queue));
         counters_before = counters_after;
     }
@@ -138,8 +138,8 @@ fn measure_sent_flow_queues(
 type CountersByQueue = BTreeMap<u16, u64>;
 
 /// Waits until one queue's counter changes. Returns that queue, and the new counters.
-fn wait_for_counted_packet(
-    guest: &mut Guest,
+fn wait_for_queue_with_packet(
+    guest: &mut QemuGuest,
     nic: NicModel,
     counters_before: &CountersByQueue,
 ) -> Result<(u16, CountersByQueue)> {
@@ -160,7 +160,7 @@ fn wait_for_counted_packet(
 }
 
 /// Returns the value of a counter for each receive queue, which grows with every packet on that queue.
-fn read_queue_counters(guest: &mut Guest, nic: NicModel) -> Result<CountersByQueue> {
+fn read_queue_counters(guest: &mut QemuGuest, nic: NicModel) -> Result<CountersByQueue> {
     let mut counters = CountersByQueue::new();
     for line in guest.run_successfully(nic.queue_counters_command())?.lines().filter(|line| !line.trim().is_empty()) {
         let mut line_numbers = line.split_whitespace().map(str::parse::<u64>);
@@ -183,7 +183,7 @@ mod tests {
     fn measurement_reports_ipv4_and_ipv6_matches_separately() {
         let shown_rss = RssConfig {
             key: RssKey::microsoft_verification_key(),
-            indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap(),
+            indirection_table: IndirectionTable::draw_balanced_entries(1, 128, 4).unwrap(),
         };
         let assign_queue =
             |flow: FourTuple| (flow, if flow.client().is_ipv6() { 4 } else { predicted_queue(&shown_rss, &flow) });

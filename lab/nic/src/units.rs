@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::debian::{DebianMachine, NamedGuestFile};
-use crate::guest::Guest;
+use crate::guest::QemuGuest;
 use crate::packages::FetchedPackages;
 use crate::tally::CheckTally;
 
@@ -18,7 +18,7 @@ const SYSTEMD_GUEST_NAME: &str = "Debian with systemd";
 /// Names of the daemons, in the order in which they start.
 const DAEMON_NAMES: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
 /// Maximum time for a package installation, a start of daemons or a reboot in an emulated guest.
-const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
+const GUEST_OPERATION_TIMEOUT: Duration = Duration::from_secs(300);
 /// Maximum time until daemons have reconnected after all of them were restarted.
 pub const DAEMON_SETTLE_TIMEOUT: Duration = Duration::from_secs(90);
 /// Number of connections that are held open while daemons are reloaded, upgraded and killed.
@@ -28,7 +28,7 @@ const NEW_CONNECTION_COUNT: usize = 20;
 /// Pattern for the errors that a confined process gets, in the words of strerror(3).
 const PERMISSION_ERROR_PATTERN: &str = "Operation not permitted|Permission denied|Read-only file system";
 
-const NETWORK_SCRIPT: &str = "
+const NETWORK_SETUP_SCRIPT: &str = "
 ip netns add switch
 ip netns add lb
 ip netns add client
@@ -56,13 +56,13 @@ ip link set srv0 up
 ip -n client route add 10.200.0.1 via 10.2.0.1
 ";
 /// Script that sends a request over a new connection to port $1.
-pub const REQUEST_SCRIPT: &str = "
+pub const SEND_REQUEST_SCRIPT: &str = "
 exec 3<>/dev/tcp/10.200.0.1/$1 || exit 1
 printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3
 timeout 5 grep -q served <&3
 ";
 /// Script that opens a new connection every 0.1 s and prints whether it was served, until it is killed.
-pub const LOAD_SCRIPT: &str = "
+pub const REPEATED_CONNECTIONS_SCRIPT: &str = "
 while sleep 0.1; do
 	if timeout 10 bash /etc/test-request 80; then echo served; else echo failed; fi
 done
@@ -147,9 +147,9 @@ pub fn controller_config(address: &str) -> String {
 
 fn systemd_guest_files() -> Vec<NamedGuestFile> {
     [
-        ("etc/test-network", NETWORK_SCRIPT),
-        ("etc/test-request", REQUEST_SCRIPT),
-        ("etc/test-load", LOAD_SCRIPT),
+        ("etc/test-network", NETWORK_SETUP_SCRIPT),
+        ("etc/test-request", SEND_REQUEST_SCRIPT),
+        ("etc/test-load", REPEATED_CONNECTIONS_SCRIPT),
         ("etc/test-hold", HOLD_CONNECTIONS_SCRIPT),
         ("etc/nginx/nginx.conf", NGINX_CONFIG),
         ("etc/coreward/controller.toml", &controller_config("10.2.0.11")),
@@ -184,7 +184,7 @@ pub fn check_debian_packages(
     );
     guest.run_successfully("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb")?;
     if let Some(command) = command {
-        let (exit_status, output) = guest.try_run(command, INSTALL_TIMEOUT)?;
+        let (exit_status, output) = guest.try_run(command, GUEST_OPERATION_TIMEOUT)?;
         println!("{output}");
         ensure!(exit_status == 0, "`{command}` ended with status {exit_status}");
         return Ok(());
@@ -198,7 +198,7 @@ pub fn check_debian_packages(
 
 /// Runs the checks in a guest whose hosts are network namespaces, and which does not run Debian's nginx unit. If
 /// `command` is given, only runs it.
-pub fn check_in_namespaces(
+pub fn run_checks_in_namespaces(
     name: &str,
     debian_machine: &DebianMachine<'_>,
     checks: &[(&str, GuestCheck)],
@@ -218,7 +218,7 @@ pub fn check_in_namespaces(
 pub fn run_checks_until_failure(
     name: &str,
     checks: &[(&str, GuestCheck)],
-    guest: &mut Guest,
+    guest: &mut QemuGuest,
     tally: &mut CheckTally,
 ) -> bool {
     for (check_name, run_check) in checks {
@@ -236,7 +236,7 @@ pub fn run_checks_until_failure(
 }
 
 /// Function that makes one check in a guest and returns the measured values as text.
-pub type GuestCheck = fn(&mut Guest) -> Result<String>;
+pub type GuestCheck = fn(&mut QemuGuest) -> Result<String>;
 
 /// Names and functions of the checks. Each check starts in the state that the previous one has left.
 const FIRST_BOOT_CHECKS: [(&str, GuestCheck); 9] = [
@@ -262,7 +262,11 @@ fn unit_name(daemon: &str) -> String {
 }
 
 /// Returns the values of a daemon unit's properties, in the order of `properties`.
-fn read_unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
+fn read_unit_properties<const N: usize>(
+    guest: &mut QemuGuest,
+    daemon: &str,
+    properties: [&str; N],
+) -> Result<[String; N]> {
     let mut property_values = Vec::new();
     for property in properties {
         property_values.push(
@@ -275,18 +279,18 @@ fn read_unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, propert
     property_values.try_into().map_err(|values| anyhow::anyhow!("properties of {daemon}: {values:?}"))
 }
 
-fn query_main_pid(guest: &mut Guest, daemon: &str) -> Result<u32> {
+fn query_main_pid(guest: &mut QemuGuest, daemon: &str) -> Result<u32> {
     let [active_state, pid] = read_unit_properties(guest, daemon, ["ActiveState", "MainPID"])?;
     ensure!(active_state == "active" && pid != "0", "{} is {active_state}, its process {pid}", unit_name(daemon));
     pid.parse().with_context(|| format!("MainPID {pid:?}"))
 }
 
-fn query_main_pids(guest: &mut Guest) -> Result<Vec<u32>> {
+fn query_main_pids(guest: &mut QemuGuest) -> Result<Vec<u32>> {
     DAEMON_NAMES.iter().map(|daemon| query_main_pid(guest, daemon)).collect()
 }
 
 /// Starts a command as a transient systemd unit in the network namespace of `host`.
-pub fn start_in_namespace(guest: &mut Guest, unit: &str, host: &str, command: &str) -> Result<()> {
+pub fn start_command_in_namespace(guest: &mut QemuGuest, unit: &str, host: &str, command: &str) -> Result<()> {
     let unit_options = format!("-p NetworkNamespacePath=/run/netns/{host} -p StandardOutput=truncate:/run/{unit}");
     guest.run_successfully(&format!("systemd-run -q --unit {unit} {unit_options} {command}")).map(drop)
 }
@@ -306,7 +310,7 @@ pub fn retry_until_ok<T>(timeout: Duration, mut check: impl FnMut() -> Result<T>
 }
 
 /// Returns the state of each daemon's unit, and the journal's latest messages about these units.
-fn collect_unit_states_and_journal(guest: &mut Guest) -> String {
+fn collect_unit_states_and_journal(guest: &mut QemuGuest) -> String {
     const UNIT_STATE_COMMANDS: [&str; 3] = [
         "systemctl show -p Id,ActiveState,SubState,Result,NRestarts,MainPID,ExecMainStatus 'coreward-*'",
         "journalctl --no-pager -q -b _PID=1 -p notice -n 30",
@@ -317,14 +321,14 @@ fn collect_unit_states_and_journal(guest: &mut Guest) -> String {
         .join("\n")
 }
 
-pub fn run_apt_get(guest: &mut Guest, arguments: &str) -> Result<String> {
+pub fn run_apt_get(guest: &mut QemuGuest, arguments: &str) -> Result<String> {
     let command = format!("DEBIAN_FRONTEND=noninteractive apt-get -q -y {arguments} 2>&1");
-    let (exit_status, output) = guest.try_run(&command, INSTALL_TIMEOUT)?;
+    let (exit_status, output) = guest.try_run(&command, GUEST_OPERATION_TIMEOUT)?;
     ensure!(exit_status == 0, "`{command}` ended with status {exit_status}: {output}");
     Ok(output)
 }
 
-fn check_package_installation(guest: &mut Guest) -> Result<String> {
+fn check_package_installation(guest: &mut QemuGuest) -> Result<String> {
     guest.run_successfully("systemctl restart nginx")?;
     run_apt_get(guest, "install /root/debs/old/*.deb")?;
     for daemon in DAEMON_NAMES {
@@ -337,10 +341,10 @@ fn check_package_installation(guest: &mut Guest) -> Result<String> {
     Ok(guest.run_successfully("dpkg-query -W -f '${Package} ${Version} ' 'coreward*'")?.trim().to_owned())
 }
 
-fn check_unit_start(guest: &mut Guest) -> Result<String> {
+fn check_unit_start(guest: &mut QemuGuest) -> Result<String> {
     for daemon in DAEMON_NAMES {
         let (exit_status, output) =
-            guest.try_run(&format!("systemctl enable --now {} 2>&1", unit_name(daemon)), INSTALL_TIMEOUT)?;
+            guest.try_run(&format!("systemctl enable --now {} 2>&1", unit_name(daemon)), GUEST_OPERATION_TIMEOUT)?;
         ensure!(exit_status == 0, "{daemon}: {output}");
     }
     let pids = query_main_pids(guest)?;
@@ -348,12 +352,12 @@ fn check_unit_start(guest: &mut Guest) -> Result<String> {
     Ok(format!("processes {pids:?}"))
 }
 
-fn send_request(guest: &mut Guest, port: u16) -> Result<()> {
+fn send_request(guest: &mut QemuGuest, port: u16) -> Result<()> {
     guest.run_successfully(&format!("ip netns exec client timeout 10 bash /etc/test-request {port}")).map(drop)
 }
 
 /// Checks how the kernel actually confines each daemon's process, whatever the daemon's unit file demands.
-fn check_confinement(guest: &mut Guest) -> Result<String> {
+fn check_confinement(guest: &mut QemuGuest) -> Result<String> {
     let systemd_warnings =
         guest.run_successfully("journalctl --no-pager -q -b _PID=1 -p warning -o cat | grep coreward || true")?;
     ensure!(systemd_warnings.trim().is_empty(), "systemd complains: {systemd_warnings}");
@@ -367,7 +371,7 @@ fn check_confinement(guest: &mut Guest) -> Result<String> {
 }
 
 /// Checks the confinement of one daemon. Returns the number of capabilities in its bounding set.
-fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
+fn check_daemon_confinement(guest: &mut QemuGuest, daemon: &str) -> Result<usize> {
     let pid = query_main_pid(guest, daemon)?;
     let [unit_capabilities, user] = read_unit_properties(guest, daemon, ["CapabilityBoundingSet", "User"])?;
     let process_status = guest.run_successfully(&format!("cat /proc/{pid}/status"))?;
@@ -408,7 +412,7 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
 }
 
 /// Checks that the mount namespace of a daemon's process protects the system's files and hides those of users.
-fn check_forbidden_commands(guest: &mut Guest, daemon: &str, pid: u32) -> Result<()> {
+fn check_forbidden_commands(guest: &mut QemuGuest, daemon: &str, pid: u32) -> Result<()> {
     for forbidden_command in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
         let (exit_status, output) =
             guest.try_run(&format!("nsenter -t {pid} -m {forbidden_command} 2>&1"), DAEMON_SETTLE_TIMEOUT)?;
@@ -422,13 +426,13 @@ fn check_forbidden_commands(guest: &mut Guest, daemon: &str, pid: u32) -> Result
 
 /// Checks that the orchestrator receives a request to a service whose port is below 1024. The request then waits,
 /// because there is no worker.
-fn check_orchestrator_requests(guest: &mut Guest) -> Result<String> {
+fn check_orchestrator_requests(guest: &mut QemuGuest) -> Result<String> {
     guest.run_successfully("printf request > /dev/udp/10.2.0.11/400")?;
     wait_for_orchestrator_metric(guest, "coreward_orchestrate_waiting_requests{service=\"0\"}")
 }
 
 /// Waits until a metric of the orchestrator is not 0, and returns its line on the metrics page.
-fn wait_for_orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
+fn wait_for_orchestrator_metric(guest: &mut QemuGuest, metric: &str) -> Result<String> {
     let metrics_command =
         "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
     retry_until_ok(DAEMON_SETTLE_TIMEOUT, || {
@@ -441,7 +445,7 @@ fn wait_for_orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<Strin
 }
 
 /// Checks that the orchestrator receives requests by AF_XDP, with the drop-in from the package's examples.
-fn check_orchestrator_with_af_xdp(guest: &mut Guest) -> Result<String> {
+fn check_orchestrator_with_af_xdp(guest: &mut QemuGuest) -> Result<String> {
     guest.run_successfully(
         "directory=/etc/systemd/system/coreward-orchestrate.service.d; mkdir -p $directory && cp \
          /usr/share/doc/coreward-orchestrate/examples/orchestrate-af-xdp.conf $directory/af-xdp.conf && sed -i '1i \
@@ -453,7 +457,7 @@ fn check_orchestrator_with_af_xdp(guest: &mut Guest) -> Result<String> {
     wait_for_orchestrator_metric(guest, "coreward_orchestrate_intake_datagrams_total{outcome=\"received\"}")
 }
 
-fn check_new_connections(guest: &mut Guest) -> Result<String> {
+fn check_new_connections(guest: &mut QemuGuest) -> Result<String> {
     for connection_index in 0..NEW_CONNECTION_COUNT {
         send_request(guest, 80).with_context(|| format!("connection {connection_index}"))?;
     }
@@ -471,7 +475,7 @@ fn check_new_connections(guest: &mut Guest) -> Result<String> {
 }
 
 /// Sends requests over the held connections. Fails unless these requests, and all new connections so far, were served.
-fn check_held_connections(guest: &mut Guest) -> Result<String> {
+fn check_held_connections(guest: &mut QemuGuest) -> Result<String> {
     let answered_request_count =
         guest.run_successfully("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
     ensure!(
@@ -492,7 +496,7 @@ fn check_held_connections(guest: &mut Guest) -> Result<String> {
     Ok(format!("{OPEN_CONNECTION_COUNT} held connections, {served_count} new ones, 0 failed"))
 }
 
-fn check_daemon_reload(guest: &mut Guest) -> Result<String> {
+fn check_daemon_reload(guest: &mut QemuGuest) -> Result<String> {
     let pids_before = query_main_pids(guest)?;
     let added_service_toml =
         "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
@@ -520,7 +524,7 @@ fn check_daemon_reload(guest: &mut Guest) -> Result<String> {
     check_held_connections(guest)
 }
 
-fn check_package_upgrade(guest: &mut Guest) -> Result<String> {
+fn check_package_upgrade(guest: &mut QemuGuest) -> Result<String> {
     let pids_before = query_main_pids(guest)?;
     run_apt_get(guest, "install /root/debs/new/*.deb")?;
     let pids_after = query_main_pids(guest)?;
@@ -534,7 +538,7 @@ fn check_package_upgrade(guest: &mut Guest) -> Result<String> {
     Ok(format!("{}: {connection_summary}", version.trim()))
 }
 
-fn check_watchdog(guest: &mut Guest) -> Result<String> {
+fn check_watchdog(guest: &mut QemuGuest) -> Result<String> {
     for daemon in DAEMON_NAMES {
         let pid = query_main_pid(guest, daemon)?;
         guest.run_successfully(&format!("kill -STOP {pid}"))?;
@@ -551,12 +555,12 @@ fn check_watchdog(guest: &mut Guest) -> Result<String> {
         ))?;
         check_held_connections(guest).with_context(|| format!("after {daemon}"))?;
     }
-    check_no_denials(guest)?;
+    check_no_permission_errors(guest)?;
     check_held_connections(guest)
 }
 
 /// Checks that no daemon has logged a permission error since the guest was booted.
-fn check_no_denials(guest: &mut Guest) -> Result<()> {
+fn check_no_permission_errors(guest: &mut QemuGuest) -> Result<()> {
     let denial_messages = guest.run_successfully(&format!(
         "journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERROR_PATTERN}' || true"
     ))?;
@@ -564,14 +568,14 @@ fn check_no_denials(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-fn check_start_at_boot(guest: &mut Guest) -> Result<String> {
+fn check_start_at_boot(guest: &mut QemuGuest) -> Result<String> {
     let pids = retry_until_ok(DAEMON_SETTLE_TIMEOUT, || query_main_pids(guest))?;
     retry_until_ok(DAEMON_SETTLE_TIMEOUT, || send_request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
 
-fn check_package_removal(guest: &mut Guest) -> Result<String> {
-    check_no_denials(guest)?;
+fn check_package_removal(guest: &mut QemuGuest) -> Result<String> {
+    check_no_permission_errors(guest)?;
     run_apt_get(guest, &format!("remove {}", DAEMON_NAMES.map(|daemon| format!("coreward-{daemon}")).join(" ")))?;
     for daemon in DAEMON_NAMES {
         let (exit_status, _) =

@@ -14,21 +14,21 @@ use socket2::{Domain, Socket, Type};
 
 use crate::guest::{FIRST_NIC_MAC, FIRST_TAP_NAME};
 use crate::packages::FetchedPackages;
-use crate::process::{command_tied_to_parent, run_to_end};
+use crate::process::{command_tied_to_parent, run_command_to_end};
 
 /// Destination of IPv4 SYNs, which is an address on the guest's loopback.
-pub const IPV4_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
+pub const IPV4_SYN_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
 /// Destination of IPv6 SYNs. The guest does not have this address, because its IPv6 is off.
-pub const IPV6_DESTINATION: SocketAddrV6 =
-    SocketAddrV6::new(ipv4_to_ipv6(IPV4_DESTINATION.ip().to_bits()), IPV4_DESTINATION.port(), 0, 0);
+pub const IPV6_SYN_DESTINATION: SocketAddrV6 =
+    SocketAddrV6::new(ipv4_to_ipv6(IPV4_SYN_DESTINATION.ip().to_bits()), IPV4_SYN_DESTINATION.port(), 0, 0);
 /// Destination of packets that a guest receives and forwards to another network.
-pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
+pub const FORWARDED_PACKET_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
 /// Source address in the outer IP headers of GUE packets. It is the load balancer's address.
 const OUTER_SOURCE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 2);
 const OUTER_DESTINATION_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 11);
 /// Number of flows of each IP version in a measurement, so the total is twice this number.
-pub const FLOWS_PER_FAMILY: u16 = 64;
-pub const MEASURED_FLOW_COUNT: u16 = 2 * FLOWS_PER_FAMILY;
+pub const FLOWS_PER_IP_VERSION: u16 = 64;
+pub const MEASURED_FLOW_COUNT: u16 = 2 * FLOWS_PER_IP_VERSION;
 
 /// MAC address of the host's end of the link to the guest.
 const HOST_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
@@ -70,14 +70,14 @@ fn to_ipv6_flow(flow: &FourTuple) -> FourTuple {
 
 /// Returns the IPv4 flows of a round. Their client addresses differ from those of all other rounds (0 to 249).
 pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> + Clone {
-    (0..FLOWS_PER_FAMILY).map(move |flow| {
+    (0..FLOWS_PER_IP_VERSION).map(move |flow| {
         // The steps are coprime to 250 and 60,000, so that no address or port repeats.
         let [third_byte, fourth_byte] = [flow * 91 % 250, 1 + flow * 37 % 250].map(|byte| byte as u8);
         let client_endpoint = (
             Ipv4Addr::new(10, 1, ((u16::from(third_byte) + u16::from(round)) % 250) as u8, fourth_byte),
             1024 + flow * 907,
         );
-        FourTuple::ipv4(client_endpoint, (*IPV4_DESTINATION.ip(), IPV4_DESTINATION.port()))
+        FourTuple::ipv4(client_endpoint, (*IPV4_SYN_DESTINATION.ip(), IPV4_SYN_DESTINATION.port()))
     })
 }
 
@@ -102,7 +102,7 @@ impl GuestTap {
     pub fn set_up_tap(packages: &FetchedPackages) -> Result<Self> {
         let deadline = Instant::now() + Duration::from_secs(10);
         let set_tap_up = || {
-            run_to_end(command_tied_to_parent(packages.busybox_path()).args([
+            run_command_to_end(command_tied_to_parent(packages.busybox_path()).args([
                 "ip",
                 "link",
                 "set",
@@ -232,14 +232,14 @@ mod tests {
     #[test]
     fn flows_of_all_rounds_have_different_four_tuples() {
         let flows_of_all_rounds: BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
-        assert_eq!(flows_of_all_rounds.len(), 250 * usize::from(FLOWS_PER_FAMILY));
+        assert_eq!(flows_of_all_rounds.len(), 250 * usize::from(FLOWS_PER_IP_VERSION));
         assert_eq!(measured_flows().collect::<BTreeSet<_>>().len(), usize::from(MEASURED_FLOW_COUNT));
     }
 
     #[test]
     fn gue_frames_have_different_outer_ports_and_contain_whole_packets() {
         assert_eq!(outer_gue_flows().collect::<BTreeSet<_>>().len(), usize::from(MEASURED_FLOW_COUNT));
-        for (flow, header_bytes) in [(0, 20), (FLOWS_PER_FAMILY, 40)] {
+        for (flow, header_bytes) in [(0, 20), (FLOWS_PER_IP_VERSION, 40)] {
             let frame = build_gue_frame(&outer_gue_flows().nth(flow.into()).unwrap(), &[7; 9]).unwrap();
             let (ip, udp) = frame[14..].split_at(header_bytes);
             assert!(header_bytes == 40 || internet_checksum(ip) == 0);
@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn ip_and_tcp_checksums_of_built_frames_are_correct() {
-        for (flow, header_bytes, addresses_offset) in [(5, 20, 12), (FLOWS_PER_FAMILY + 5, 40, 8)] {
+        for (flow, header_bytes, addresses_offset) in [(5, 20, 12), (FLOWS_PER_IP_VERSION + 5, 40, 8)] {
             let tcp_frame = build_tcp_frame(&measured_flows().nth(flow.into()).unwrap(), TCP_FLAG_SYN).unwrap();
             let (ip, tcp) = tcp_frame[14..].split_at(header_bytes);
             assert!(header_bytes == 40 || internet_checksum(ip) == 0);

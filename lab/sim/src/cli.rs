@@ -10,15 +10,15 @@ pub struct SimArgs {
 #[derive(Debug, clap::Subcommand)]
 enum SimCommand {
     /// Simulate requests at the cores of one server: latencies under a policy
-    Rpc(crate::rpc::cli::RpcArgs),
+    Rpc(crate::rpc::cli::RpcSimulationArgs),
     /// Simulate load balancer and servers together: every combination of their policies
-    Path(crate::path::cli::PathArgs),
+    Path(crate::path::cli::PathSimulationArgs),
     /// Find the highest load at which a server meets its SLO
     Capacity(crate::rpc::cli::PeakLoadArgs),
     /// Replay a trace through the load balancer under several policies
-    Lb(crate::lb::cli::LbArgs),
+    Lb(crate::lb::cli::LbSimulationArgs),
     /// Simulate connections while the pool changes: broken connections and imbalance
-    Pcc(crate::pcc::cli::PccArgs),
+    Pcc(crate::pcc::cli::PccSimulationArgs),
 }
 
 /// Runs the selected simulation and returns its result as text. An error names the invalid value and its position.

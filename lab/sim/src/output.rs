@@ -5,7 +5,7 @@ use serde::Serialize;
 
 /// Format of a result on standard output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum ResultFormat {
+pub enum SimulationResultFormat {
     /// Text for people
     Text,
     /// One JSON object, for programs
@@ -14,8 +14,8 @@ pub enum ResultFormat {
     Csv,
 }
 
-/// Result that can be printed in every [`ResultFormat`]. JSON contains the serialized value, text and CSV contain its
-/// rows.
+/// Result that can be printed in every [`SimulationResultFormat`]. JSON contains the serialized value, text and CSV
+/// contain its rows.
 pub trait PrintableResult: Serialize {
     fn column_titles(&self) -> Vec<&'static str>;
 
@@ -28,11 +28,13 @@ pub trait PrintableResult: Serialize {
     }
 
     /// Returns the whole result as text, ending with a line feed.
-    fn render(&self, format: ResultFormat) -> String {
+    fn render(&self, format: SimulationResultFormat) -> String {
         match format {
-            ResultFormat::Json => serde_json::to_string_pretty(self).expect("results have string keys only") + "\n",
-            ResultFormat::Csv => format_csv(&self.column_titles(), &self.table_rows()),
-            ResultFormat::Text => {
+            SimulationResultFormat::Json => {
+                serde_json::to_string_pretty(self).expect("results have string keys only") + "\n"
+            }
+            SimulationResultFormat::Csv => format_csv(&self.column_titles(), &self.table_rows()),
+            SimulationResultFormat::Text => {
                 let mut table = Table::new();
                 table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
                 table.set_header(self.column_titles());

@@ -34,9 +34,9 @@ impl ZigguratSampler {
 
     /// Draws a random height within the layer, and returns whether it is below `density`, the density at the point's x.
     #[cold]
-    fn is_below_density(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
+    fn is_random_height_below_density(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
         let (lower_height, upper_height) = (self.layer_heights[layer], self.layer_heights[layer + 1]);
-        lower_height + (upper_height - lower_height) * draw_uniform_unit(rng) < density
+        lower_height + (upper_height - lower_height) * draw_uniform_below_one(rng) < density
     }
 }
 
@@ -63,13 +63,13 @@ static NORMAL_ZIGGURAT: LazyLock<ZigguratSampler> = LazyLock::new(|| {
 
 /// Returns a uniformly distributed number in [0, 1) with 53 random bits.
 #[inline]
-pub fn draw_uniform_unit(rng: &mut impl Rng) -> f64 {
+pub fn draw_uniform_below_one(rng: &mut impl Rng) -> f64 {
     (rng.next_u64() >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 }
 }
 
 /// Returns a uniformly distributed number in (0, 1], whose logarithm is finite.
 fn draw_uniform_above_zero(rng: &mut impl Rng) -> f64 {
-    1.0 - draw_uniform_unit(rng)
+    1.0 - draw_uniform_below_one(rng)
 }
 
 /// Returns an exponentially distributed number with mean 1.
@@ -88,7 +88,7 @@ pub fn draw_exponential(rng: &mut impl Rng) -> f64 {
             // The tail of an exponential distribution is itself exponentially distributed.
             return EXPONENTIAL_TAIL_START - libm::log(draw_uniform_above_zero(rng));
         }
-        if ziggurat.is_below_density(rng, layer, libm::exp(-x)) {
+        if ziggurat.is_random_height_below_density(rng, layer, libm::exp(-x)) {
             return x;
         }
     }
@@ -109,7 +109,7 @@ pub fn draw_standard_normal(rng: &mut impl Rng) -> f64 {
         if layer == 0 {
             return sign * draw_normal_tail(rng);
         }
-        if ziggurat.is_below_density(rng, layer, libm::exp(-x * x / 2.0)) {
+        if ziggurat.is_random_height_below_density(rng, layer, libm::exp(-x * x / 2.0)) {
             return sign * x;
         }
     }
@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn draws_follow_their_distributions() {
         let mut rng = seeded_rng(1, 0);
-        assert!(kolmogorov_smirnov_distance(|| draw_uniform_unit(&mut rng), |x| x) < MAX_KS_DISTANCE);
+        assert!(kolmogorov_smirnov_distance(|| draw_uniform_below_one(&mut rng), |x| x) < MAX_KS_DISTANCE);
         assert!(kolmogorov_smirnov_distance(|| draw_exponential(&mut rng), |x| 1.0 - libm::exp(-x)) < MAX_KS_DISTANCE);
         let compute_normal_distribution = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
         assert!(

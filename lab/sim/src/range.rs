@@ -2,7 +2,7 @@
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{name} {value}: expected {expected}")]
-pub struct OutOfRange {
+pub struct ValueOutOfRange {
     /// Name of the command-line option that sets the value.
     pub name: &'static str,
     pub value: String,

@@ -18,7 +18,7 @@ use anyhow::{Context as _, bail};
 
 use crate::addresses::{AddressFamily, HOST_DEVICE, SEGMENT_PREFIX_LENGTH, server_address};
 use crate::namespace::{NetworkNamespace, run_ip_batch};
-use crate::process::{self, DEFAULT_TIMEOUT, TestbedProcess};
+use crate::process::{self, DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 use crate::topology::{Testbed, create_namespaces};
 
 /// IPv4 address of the baseline load balancer, which is on the same network segment as the servers.
@@ -41,8 +41,8 @@ pub struct BaselineLoadBalancer {
 }
 
 impl Testbed {
-    /// Starts a baseline load balancer. It gets no packets until [`Testbed::route_vips_to_baseline`] is called. Fails
-    /// when a program is missing or a command fails.
+    /// Starts a baseline load balancer. It gets no packets until [`Testbed::route_vips_to_baseline_lb`] is called.
+    /// Fails when a program is missing or a command fails.
     pub fn start_baseline_load_balancer(&self, kind: BaselineLbKind) -> anyhow::Result<BaselineLoadBalancer> {
         let namespace = self.instance_namespace("director");
         create_namespaces(&[&namespace])?;
@@ -59,11 +59,11 @@ impl Testbed {
         )?;
         let proxy_process = match kind {
             BaselineLbKind::DirectServerReturn if Path::new(IPVS_PROC_PATH).exists() => {
-                self.forward_by_ipvs(&namespace)?;
+                self.set_up_ipvs_forwarding(&namespace)?;
                 None
             }
             BaselineLbKind::DirectServerReturn => {
-                self.forward_by_nftables(&namespace)?;
+                self.set_up_nftables_forwarding(&namespace)?;
                 None
             }
             BaselineLbKind::TcpProxy => Some(self.start_haproxy(&namespace)?),
@@ -72,11 +72,11 @@ impl Testbed {
     }
 
     /// Routes the VIPs to the baseline load balancer. Fails when the kernel rejects the route.
-    pub fn route_vips_to_baseline(&self) -> anyhow::Result<()> {
+    pub fn route_vips_to_baseline_lb(&self) -> anyhow::Result<()> {
         self.route_vips_to_hosts(&[BASELINE_LB_ADDRESS])
     }
 
-    fn forward_by_ipvs(&self, namespace: &NetworkNamespace) -> anyhow::Result<()> {
+    fn set_up_ipvs_forwarding(&self, namespace: &NetworkNamespace) -> anyhow::Result<()> {
         let run_ipvsadm = |arguments: String| {
             let mut command = Command::new("ipvsadm");
             command.args(arguments.split_whitespace());
@@ -91,7 +91,7 @@ impl Testbed {
         Ok(())
     }
 
-    fn forward_by_nftables(&self, namespace: &NetworkNamespace) -> anyhow::Result<()> {
+    fn set_up_nftables_forwarding(&self, namespace: &NetworkNamespace) -> anyhow::Result<()> {
         let servers = self.server_numbers();
         let server_count = servers.len();
         let balancer_mac = read_mac_address(namespace)?;
@@ -147,7 +147,7 @@ impl Testbed {
         command.arg("-db").arg("-f").arg(configuration_path);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut haproxy = self.spawn(namespace, command).context("haproxy (Debian package haproxy)")?;
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         while namespace.run_within(|| Ok(std::net::TcpStream::connect(service).is_err()))? {
             if haproxy.try_wait()?.is_some() || Instant::now() > deadline {
                 bail!("haproxy does not listen on {service}");

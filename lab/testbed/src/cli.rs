@@ -27,7 +27,7 @@ enum TestbedCommand {
     /// Open long connections and print their results per second as JSON
     StreamClient(stream::client::StreamClientArgs),
     /// Count broken connections while servers and load balancers join and leave; print one run as JSON
-    Pcc(pcc::PccArgs),
+    Pcc(pcc::PccMeasurementArgs),
     /// Run curl, wrk and nginx through the load balancer while tables and pool change; print the results as JSON
     Conformance(conformance::ConformanceArgs),
     /// Inject faults under load; fails when a connection breaks or an acknowledged change is lost

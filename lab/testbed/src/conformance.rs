@@ -19,7 +19,7 @@ use crate::addresses::{AddressFamily, HOST_DEVICE, server_address};
 use crate::counters::{
     self, KernelNetworkCounters, PAWS_ESTABLISHED_DROP_COUNTER, PAWS_OLD_ACK_COUNTER, TIMESTAMP_DROP_COUNTERS,
 };
-use crate::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState, core_load_file_path};
+use crate::fleet::{CoreLoadSource, Fleet, ServerAdminState, TestbedFleetOptions, core_load_file_path};
 use crate::http::HttpConnection;
 use crate::instance;
 use crate::namespace::NetworkNamespace;
@@ -126,7 +126,8 @@ pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Read timeout of [`measure_busy_connection`]. It is sufficient because data arrives about once a second at 4 kB/s.
+/// Read timeout of [`count_busy_connection_bytes`]. It is sufficient because data arrives about once a second at 4
+/// kB/s.
 const BUSY_CONNECTION_READ_TIMEOUT: Duration = Duration::from_secs(5);
 const SERVER_COUNT: u16 = 4;
 const DOWNLOADER_COUNT: u32 = 4;
@@ -171,18 +172,18 @@ fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::
         let hop_address = options.network.family.host_address(server_address(number)).to_string();
         ["nexthop".to_owned(), "via".to_owned(), hop_address, "dev".to_owned(), HOST_DEVICE.to_owned()]
     });
-    change_vip_route(testbed, "add", route_next_hops)?;
-    let counters_before = read_all_counters(testbed)?;
-    run_wrk(testbed, options.wrk_seconds)?;
+    add_or_delete_vip_route(testbed, "add", route_next_hops)?;
+    let counters_before = read_all_kernel_counters(testbed)?;
+    count_wrk_requests_and_errors(testbed, options.wrk_seconds)?;
     run_downloads(testbed, options.downloads)?;
-    let tcp_counters = compute_tcp_counter_growth(&counters_before, &read_all_counters(testbed)?);
-    change_vip_route(testbed, "delete", std::iter::empty())?;
+    let tcp_counters = compute_tcp_counter_growth(&counters_before, &read_all_kernel_counters(testbed)?);
+    add_or_delete_vip_route(testbed, "delete", std::iter::empty())?;
     set_forwarding_sysctl("0")?;
     Ok(tcp_counters)
 }
 
 /// Adds or deletes the load balancer's route to the VIP. `verb` is `add` or `delete`.
-fn change_vip_route(
+fn add_or_delete_vip_route(
     testbed: &Testbed,
     verb: &str,
     route_arguments: impl Iterator<Item = String>,
@@ -198,24 +199,27 @@ fn run_with_coreward(
     tcp_without_coreward: Option<TcpCounterGrowth>,
 ) -> anyhow::Result<ConformanceOutcome> {
     for number in testbed.server_numbers() {
-        write_busy_times(&core_load_file_path(testbed, number), &vec![0; usize::from(testbed.options().core_count)])?;
+        write_core_busy_times(
+            &core_load_file_path(testbed, number),
+            &vec![0; usize::from(testbed.options().core_count)],
+        )?;
     }
     let mut fleet = Fleet::start(
         testbed,
-        FleetOptions { load_source: CoreLoadSource::PacedServer, ..options.network.to_fleet_options() },
+        TestbedFleetOptions { core_load_source: CoreLoadSource::PacedServer, ..options.network.to_fleet_options() },
     )?;
     let first_table_generation = query_table_generation(&fleet, testbed)?;
-    let counters_before = read_all_counters(testbed)?;
+    let counters_before = read_all_kernel_counters(testbed)?;
     let (stop_flag, pool_changes) = (AtomicBool::new(false), AtomicU64::new(0));
     let outcome = std::thread::scope(|scope| {
-        let _stop_on_drop = SetOnDrop(&stop_flag);
-        scope.spawn(|| write_random_busy_times(testbed, &stop_flag));
+        let _stop_on_drop = SetFlagOnDrop(&stop_flag);
+        scope.spawn(|| write_random_core_busy_times(testbed, &stop_flag));
         let drain_thread = scope.spawn(|| drain_servers_in_turn(testbed, &mut fleet, &stop_flag, &pool_changes));
-        let outcome = measure_clients(testbed, &options, &stop_flag)?;
+        let outcome = run_clients_and_collect_results(testbed, &options, &stop_flag)?;
         join_thread(drain_thread)?;
         Ok::<_, anyhow::Error>(outcome)
     })?;
-    let counters_after = read_all_counters(testbed)?;
+    let counters_after = read_all_kernel_counters(testbed)?;
     Ok(ConformanceOutcome {
         used_tables: query_table_generation(&fleet, testbed)? - first_table_generation,
         pool_changes: pool_changes.into_inner(),
@@ -228,21 +232,23 @@ fn run_with_coreward(
 
 /// Runs wrk and the downloads, and at the same time an idle and a busy connection. Sets `stop_flag` when all clients
 /// have ended or one fails. Returns an outcome with only the clients' results.
-fn measure_clients(
+fn run_clients_and_collect_results(
     testbed: &Testbed,
     options: &ConformanceArgs,
     stop_flag: &AtomicBool,
 ) -> anyhow::Result<ConformanceOutcome> {
     std::thread::scope(|scope| {
-        let _stop_on_drop = SetOnDrop(stop_flag);
+        let _stop_on_drop = SetFlagOnDrop(stop_flag);
         let idle_duration = Duration::from_secs(options.idle_seconds.into());
         let idle_thread = scope.spawn(move || {
-            testbed.client().run_within(|| Ok(measure_idle_connection(testbed.service_address(), idle_duration)))
+            testbed
+                .client()
+                .run_within(|| Ok(measure_idle_connection_response_ms(testbed.service_address(), idle_duration)))
         });
         let busy_thread = scope.spawn(move || {
-            testbed.client().run_within(|| Ok(measure_busy_connection(testbed.service_address(), idle_duration)))
+            testbed.client().run_within(|| Ok(count_busy_connection_bytes(testbed.service_address(), idle_duration)))
         });
-        let (wrk_requests, wrk_errors) = run_wrk(testbed, options.wrk_seconds)?;
+        let (wrk_requests, wrk_errors) = count_wrk_requests_and_errors(testbed, options.wrk_seconds)?;
         let (downloads, failed_downloads) = run_downloads(testbed, options.downloads)?;
         let idle_result = join_thread(idle_thread)?.map_err(|error| format!("{error:#}"));
         let busy_result = join_thread(busy_thread)?.map_err(|error| format!("{error:#}"));
@@ -263,9 +269,9 @@ fn measure_clients(
 }
 
 /// Guard that sets a flag when it is dropped, so that other threads end even when one part of the test fails.
-pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
+pub(crate) struct SetFlagOnDrop<'a>(pub(crate) &'a AtomicBool);
 
-impl Drop for SetOnDrop<'_> {
+impl Drop for SetFlagOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -297,7 +303,7 @@ fn client_and_server_namespaces(testbed: &Testbed) -> anyhow::Result<Vec<&Networ
         .collect()
 }
 
-fn read_all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelNetworkCounters>> {
+fn read_all_kernel_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelNetworkCounters>> {
     client_and_server_namespaces(testbed)?.into_iter().map(counters::read_kernel_counters).collect()
 }
 
@@ -337,7 +343,7 @@ fn compute_timestamp_drop_growth(
 }
 
 /// Writes the busy times of a paced server's cores (ns) into its core load file. Fails when the file cannot be written.
-pub fn write_busy_times(path: &Path, busy_times_ns: &[u64]) -> anyhow::Result<()> {
+pub fn write_core_busy_times(path: &Path, busy_times_ns: &[u64]) -> anyhow::Result<()> {
     let file_bytes: Vec<u8> = busy_times_ns.iter().flat_map(|core_busy_ns| core_busy_ns.to_le_bytes()).collect();
     // Write in place and as one block, because readers have the file open.
     let mut busy_file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
@@ -345,20 +351,20 @@ pub fn write_busy_times(path: &Path, busy_times_ns: &[u64]) -> anyhow::Result<()
 }
 
 /// Adds a random time to every core's busy time ten times a second and writes the results, until `stop_flag` is set.
-pub(crate) fn write_random_busy_times(testbed: &Testbed, stop_flag: &AtomicBool) -> anyhow::Result<()> {
-    const BUSY_TIME_WRITE_INTERVAL: Duration = Duration::from_millis(100);
+pub(crate) fn write_random_core_busy_times(testbed: &Testbed, stop_flag: &AtomicBool) -> anyhow::Result<()> {
+    const CORE_BUSY_TIME_WRITE_INTERVAL: Duration = Duration::from_millis(100);
     let mut rng = seeded_rng(testbed.options().rss_key_seed, 5);
     let core_count = usize::from(testbed.options().core_count);
     let server_numbers = testbed.server_numbers();
     let mut busy_times_ns = vec![0u64; server_numbers.len() * core_count];
     while !stop_flag.load(Ordering::Relaxed) {
         for core_busy_ns in &mut busy_times_ns {
-            *core_busy_ns += u64::from(uniform_below(&mut rng, BUSY_TIME_WRITE_INTERVAL.as_nanos() as u32));
+            *core_busy_ns += u64::from(uniform_below(&mut rng, CORE_BUSY_TIME_WRITE_INTERVAL.as_nanos() as u32));
         }
         for (number, server_busy_ns) in server_numbers.iter().zip(busy_times_ns.chunks(core_count)) {
-            write_busy_times(&core_load_file_path(testbed, *number), server_busy_ns)?;
+            write_core_busy_times(&core_load_file_path(testbed, *number), server_busy_ns)?;
         }
-        std::thread::sleep(BUSY_TIME_WRITE_INTERVAL);
+        std::thread::sleep(CORE_BUSY_TIME_WRITE_INTERVAL);
     }
     Ok(())
 }
@@ -386,7 +392,7 @@ fn drain_servers_in_turn(
 }
 
 /// Leaves a connection idle for `idle_duration`, and returns the response time of the next request (ms).
-fn measure_idle_connection(service: SocketAddr, idle_duration: Duration) -> anyhow::Result<u64> {
+fn measure_idle_connection_response_ms(service: SocketAddr, idle_duration: Duration) -> anyhow::Result<u64> {
     let mut connection = HttpConnection::open_to(service, None)?;
     let worker_before_silence = connection.query_worker().context("before the silence")?;
     std::thread::sleep(idle_duration);
@@ -404,7 +410,7 @@ fn measure_idle_connection(service: SocketAddr, idle_duration: Duration) -> anyh
 }
 
 /// Reads a slow response for `duration` on a busy connection. Returns the number of bytes received.
-fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u64> {
+fn count_busy_connection_bytes(service: SocketAddr, duration: Duration) -> anyhow::Result<u64> {
     let mut stream = HttpConnection::open_to(service, None)?.request_file(SLOW_FILE_PATH)?;
     stream.set_read_timeout(Some(BUSY_CONNECTION_READ_TIMEOUT))?;
     let (end, mut received, mut buffer) = (Instant::now() + duration, 0u64, [0; 65_536]);
@@ -420,16 +426,16 @@ fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::R
 }
 
 /// Runs wrk for `seconds` seconds. Returns the number of requests and the number of errors.
-fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
+fn count_wrk_requests_and_errors(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
     command.arg(format!("{seconds}s")).arg(format!("http://{}{WORKER_IDENTITY_PATH}", testbed.service_address()));
     let output = testbed.run_command(testbed.client(), command)?;
-    parse_wrk_output(&String::from_utf8(output.stdout)?)
+    parse_wrk_counts(&String::from_utf8(output.stdout)?)
 }
 
 /// Returns the numbers of requests and errors in wrk's output. If the output mentions no errors, their number is 0.
-pub(crate) fn parse_wrk_output(text: &str) -> anyhow::Result<(u64, u64)> {
+pub(crate) fn parse_wrk_counts(text: &str) -> anyhow::Result<(u64, u64)> {
     let request_count = text.lines().find_map(|line| line.trim().split_once(" requests in ")?.0.parse().ok());
     let sum_of_numbers = |line: &str| -> u64 {
         line.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse::<u64>().ok()).sum()
@@ -508,10 +514,10 @@ mod tests {
     #[test]
     fn wrk_socket_and_status_errors_are_counted() {
         let output_without_errors = "  120 requests in 2.00s, 3.00MB read\nRequests/sec: 60\n";
-        assert_eq!(parse_wrk_output(output_without_errors).unwrap(), (120, 0));
+        assert_eq!(parse_wrk_counts(output_without_errors).unwrap(), (120, 0));
         let output_with_errors = "  120 requests in 2.00s, 3.00MB read\n  Socket errors: connect 1, read 20, write 0, \
                                   timeout 3\n  Non-2xx or 3xx responses: 7\n";
-        assert_eq!(parse_wrk_output(output_with_errors).unwrap(), (120, 31));
-        assert!(parse_wrk_output("unable to connect").is_err());
+        assert_eq!(parse_wrk_counts(output_with_errors).unwrap(), (120, 31));
+        assert!(parse_wrk_counts("unable to connect").is_err());
     }
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Time without expected data after which a client counts its connection as timed out (ns). TCP has retransmitted at
 /// least seven times by then. The time is long, because bursts of broadcasts on one busy CPU delayed connections by
 /// more than 10 s (docs/limits.md).
-pub const DATA_TIMEOUT_NS: u64 = 30_000_000_000;
+pub const CONNECTION_DATA_TIMEOUT_NS: u64 = 30_000_000_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct BrokenConnectionCounts {
@@ -16,7 +16,7 @@ pub struct BrokenConnectionCounts {
     pub refused: u64,
     /// Number of established connections that ended with an RST, for example after a packet to a wrong server.
     pub reset: u64,
-    /// Number of connections that expected data but got none for [`DATA_TIMEOUT_NS`], or that TCP timed out.
+    /// Number of connections that expected data but got none for [`CONNECTION_DATA_TIMEOUT_NS`], or that TCP timed out.
     pub timed_out: u64,
     /// Number of connections that ended with a FIN before the last response.
     pub closed_early: u64,

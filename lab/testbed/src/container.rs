@@ -7,7 +7,7 @@ use std::{fs, thread};
 
 use anyhow::ensure;
 
-use crate::DEFAULT_TIMEOUT;
+use crate::DEFAULT_WAIT_TIMEOUT;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::process::TestbedProcess;
 use crate::topology::Testbed;
@@ -49,7 +49,7 @@ impl Testbed {
         let container = ServiceContainer { server_number: server, nginx_process };
         self.server(server)?.run_within(|| container.wait_for_namespace())?;
         let mut connect_command = Command::new("sh");
-        connect_command.args(["-c", &container.connect_script()]);
+        connect_command.args(["-c", &container.build_network_setup_script()]);
         self.run_command(self.server(server)?, connect_command)?;
         Ok(container)
     }
@@ -57,7 +57,7 @@ impl Testbed {
 
 impl ServiceContainer {
     fn wait_for_namespace(&self) -> anyhow::Result<()> {
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         let host_namespaces = [fs::read_link("/proc/self/ns/net")?, fs::read_link("/proc/thread-self/ns/net")?];
         while host_namespaces.contains(&fs::read_link(format!("/proc/{}/ns/net", self.nginx_process.pid()))?) {
             ensure!(
@@ -70,7 +70,7 @@ impl ServiceContainer {
         Ok(())
     }
 
-    fn connect_script(&self) -> String {
+    fn build_network_setup_script(&self) -> String {
         let (pid, vip, port) = (self.nginx_process.pid(), SERVICE_ADDRESS.ip(), SERVICE_ADDRESS.port());
         format!(
             "set -e

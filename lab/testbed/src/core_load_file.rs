@@ -11,7 +11,7 @@ use anyhow::{Context as _, bail};
 #[derive(Debug, Default)]
 pub(crate) struct VirtualCore {
     /// Total service time of all requests accepted so far (ns).
-    accepted_service_ns: u64,
+    accepted_service_time_ns: u64,
     /// Time when the last accepted request will end (ns).
     busy_until_ns: u64,
 }
@@ -20,7 +20,7 @@ impl VirtualCore {
     /// Queues a request that arrives at `now_ns` and takes `service_ns`. Returns the time when the request will end
     /// (ns).
     pub(crate) fn enqueue_request(&mut self, now_ns: u64, service_ns: u64) -> u64 {
-        self.accepted_service_ns += service_ns;
+        self.accepted_service_time_ns += service_ns;
         self.busy_until_ns = self.busy_until_ns.max(now_ns) + service_ns;
         self.busy_until_ns
     }
@@ -33,7 +33,7 @@ impl VirtualCore {
     /// Returns the core's total busy time until `now_ns` (ns). It is the total accepted service time minus the time
     /// until the last request ends, because a core with queued requests is never idle.
     pub(crate) fn total_busy_ns(&self, now_ns: u64) -> u64 {
-        self.accepted_service_ns - self.busy_until_ns.saturating_sub(now_ns)
+        self.accepted_service_time_ns - self.busy_until_ns.saturating_sub(now_ns)
     }
 }
 
@@ -50,7 +50,7 @@ impl SharedCounterFile {
             let counter_file =
                 File::options().read(true).write(true).create(true).truncate(true).open(&temporary_path)?;
             counter_file.set_len((counter_count * size_of::<u64>()) as u64)?;
-            map_counters(&counter_file, counter_count)
+            map_counter_file(&counter_file, counter_count)
         };
         let counters =
             open_and_map().with_context(|| format!("cannot make the core load file {}", temporary_path.display()))?;
@@ -74,7 +74,7 @@ impl SharedCounterFile {
     }
 }
 
-fn map_counters(file: &File, counter_count: usize) -> anyhow::Result<&'static [AtomicU64]> {
+fn map_counter_file(file: &File, counter_count: usize) -> anyhow::Result<&'static [AtomicU64]> {
     use std::os::fd::AsRawFd as _;
     let (length, access) = (counter_count * size_of::<AtomicU64>(), libc::PROT_READ | libc::PROT_WRITE);
     // SAFETY: a new shared mapping at an address of the kernel's choice.
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn busy_time_is_the_time_of_served_requests() {
+    fn busy_time_equals_served_service_time() {
         let mut core = VirtualCore::default();
         assert_eq!(core.total_busy_ns(500), 0);
         core.enqueue_request(1_000, 100);

@@ -11,11 +11,11 @@ use anyhow::{Context as _, bail, ensure};
 
 use crate::fleet::coreward_binary_path;
 use crate::namespace::NetworkNamespace;
-use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
+use crate::process::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 /// Maximum run time of a document's shell block (s).
-const BLOCK_TIMEOUT_S: &str = "90";
+const SHELL_BLOCK_TIMEOUT_S: &str = "90";
 /// Path at which an emulated machine mounts the testbed's directory, because the machine's `/run` is private.
 const MACHINE_MOUNT_PATH: &str = "/mnt";
 /// Id of the user `coreward`, which the packages create.
@@ -66,15 +66,15 @@ impl DocumentMachine {
         fs::create_dir_all(&pin_directory)?;
         fs::create_dir_all(machine_directory.join("etc/coreward"))?;
         fs::create_dir_all(machine_directory.join("var/lib/coreward"))?;
-        install_commands(&machine_directory.join("bin"))?;
+        install_replacement_commands(&machine_directory.join("bin"))?;
         let ready_file_path = machine_directory.join("ready");
-        let mount_script = mount_script(name, &machine_directory, &pin_directory, &testbed.directory());
+        let mount_script = build_mount_script(name, &machine_directory, &pin_directory, &testbed.directory());
         let log_path = testbed.directory().join(format!("machine-{name}.log"));
         let mut command = Command::new("unshare");
         command.args(["--mount", "--uts", "sh", "-eu", "-c", &mount_script]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&log_path)?);
         let mut namespace_holder = testbed.spawn(namespace, command)?;
-        let deadline = std::time::Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = std::time::Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         while !ready_file_path.exists() {
             let has_failed = namespace_holder.try_wait()?.is_some() || std::time::Instant::now() > deadline;
             ensure!(!has_failed, "machine {name}: {}", fs::read_to_string(&log_path).unwrap_or_default().trim());
@@ -87,7 +87,7 @@ impl DocumentMachine {
     pub fn run_shell_block(&self, block: &ShellBlock, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([
-            BLOCK_TIMEOUT_S,
+            SHELL_BLOCK_TIMEOUT_S,
             "nsenter",
             "--target",
             &self.namespace_holder.pid().to_string(),
@@ -115,7 +115,7 @@ impl DocumentMachine {
 }
 
 /// Writes `coreward` and replacements for systemctl and scp into `command_directory`.
-fn install_commands(command_directory: &Path) -> anyhow::Result<()> {
+fn install_replacement_commands(command_directory: &Path) -> anyhow::Result<()> {
     std::os::unix::fs::symlink(coreward_binary_path()?, command_directory.join("coreward"))?;
     let scp_script = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);
     for (command, text) in [("systemctl", include_str!("systemctl.sh")), ("scp", &scp_script)] {
@@ -126,7 +126,7 @@ fn install_commands(command_directory: &Path) -> anyhow::Result<()> {
 }
 
 /// Returns the shell script that sets a machine's host name, creates its mounts, and then sleeps.
-fn mount_script(name: &str, machine_directory: &Path, pin_directory: &Path, testbed_directory: &Path) -> String {
+fn build_mount_script(name: &str, machine_directory: &Path, pin_directory: &Path, testbed_directory: &Path) -> String {
     let (machine_path, pin_path) = (machine_directory.display(), pin_directory.display());
     let testbed_path = testbed_directory.display();
     format!(

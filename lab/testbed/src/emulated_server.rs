@@ -46,16 +46,27 @@ pub(crate) trait EmulatedServerProtocol {
     /// Whether the server closes a connection once the client stops sending or the response is complete.
     const CLOSES_AFTER_RESPONSE: bool;
     /// Core time for accepting a connection (ns).
-    const ACCEPT_SERVICE_NS: u64;
+    const ACCEPT_CORE_TIME_NS: u64;
     /// Maximum age of a busy core's entry in the core load file (ns). Each update costs a wake-up.
-    const PUBLISH_INTERVAL_NS: u64;
+    const LOAD_FILE_UPDATE_INTERVAL_NS: u64;
 
     /// Parses received bytes and queues the packets of responses. Returns whether the bytes are a valid request or part
     /// of a request.
-    fn receive_bytes(&self, state: &mut Self::ConnectionState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
+    fn try_parse_received_bytes(
+        &self,
+        state: &mut Self::ConnectionState,
+        bytes: &[u8],
+        queue: &mut ResponseQueue<'_>,
+    ) -> bool;
 
     /// Appends the contents of packet `id` of the response to `packet`.
-    fn write_packet(&self, state: &Self::ConnectionState, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
+    fn append_response_packet(
+        &self,
+        state: &Self::ConnectionState,
+        id: u32,
+        packet: &mut Vec<u8>,
+        queue: &mut ResponseQueue<'_>,
+    );
 }
 
 /// Response packet that will be sent later. Packets are ordered by due time.
@@ -80,12 +91,12 @@ pub(crate) struct ResponseQueue<'a> {
 
 impl ResponseQueue<'_> {
     /// Queues work of `service_ns` for the core. Returns the time at which it will be done (ns).
-    pub(crate) fn queue_work(&mut self, service_ns: u64) -> u64 {
+    pub(crate) fn enqueue_work(&mut self, service_ns: u64) -> u64 {
         self.virtual_core.enqueue_request(self.now_ns, service_ns)
     }
 
     /// Queues packet `id` of the response, to be sent at `due_ns`.
-    pub(crate) fn queue_packet(&mut self, due_ns: u64, id: u32) {
+    pub(crate) fn enqueue_response_packet(&mut self, due_ns: u64, id: u32) {
         *self.next_queue_sequence += 1;
         *self.pending_packet_count += 1;
         self.packets.push(Reverse(ResponsePacket {
@@ -154,7 +165,7 @@ impl<'a, P: EmulatedServerProtocol> ServerEventLoop<'a, P> {
         let next_packet_ns = self.packets.peek().map(|Reverse(packet)| packet.due_ns);
         // A busy core must publish its busy time during a request, as a real core does.
         let is_busy = self.cores.iter().any(|core| core.virtual_core.is_busy(wait_start_ns));
-        let next_publication_ns = is_busy.then_some(wait_start_ns + P::PUBLISH_INTERVAL_NS);
+        let next_publication_ns = is_busy.then_some(wait_start_ns + P::LOAD_FILE_UPDATE_INTERVAL_NS);
         let events: Vec<_> =
             self.epoll.wait([next_packet_ns, next_publication_ns].into_iter().flatten().min())?.collect();
         let now_ns = now_ns();
@@ -187,7 +198,7 @@ impl<'a, P: EmulatedServerProtocol> ServerEventLoop<'a, P> {
             };
             self.connections.insert(self.next_connection_id, connection);
             self.next_connection_id += 1;
-            self.cores[core_index].virtual_core.enqueue_request(now_ns, P::ACCEPT_SERVICE_NS);
+            self.cores[core_index].virtual_core.enqueue_request(now_ns, P::ACCEPT_CORE_TIME_NS);
         }
         Ok(())
     }
@@ -211,7 +222,7 @@ impl<'a, P: EmulatedServerProtocol> ServerEventLoop<'a, P> {
                     connection_id,
                     pending_packet_count: pending,
                 };
-                self.protocol.receive_bytes(&mut connection.protocol_state, &buffer[..length], &mut queue)
+                self.protocol.try_parse_received_bytes(&mut connection.protocol_state, &buffer[..length], &mut queue)
             }
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         };
@@ -242,7 +253,12 @@ impl<'a, P: EmulatedServerProtocol> ServerEventLoop<'a, P> {
             pending_packet_count: pending,
         };
         let mut packet_bytes = Vec::new();
-        self.protocol.write_packet(&connection.protocol_state, packet.packet_id, &mut packet_bytes, &mut queue);
+        self.protocol.append_response_packet(
+            &connection.protocol_state,
+            packet.packet_id,
+            &mut packet_bytes,
+            &mut queue,
+        );
         let is_fully_written =
             matches!(connection.stream.write(&packet_bytes), Ok(length) if length == packet_bytes.len());
         // A short write means that the client does not read, so close its connection.

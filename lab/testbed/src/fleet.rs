@@ -20,22 +20,22 @@ use nix::sys::signal::Signal;
 
 use crate::addresses::{load_balancer_name, rack_controller_name};
 use crate::namespace::NetworkNamespace;
-use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
+use crate::process::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 pub(crate) use daemons::read_log_tails;
 pub use daemons::{
-    build_operator_command, build_operator_command_for, coreward_binary_path, lab_binary_path,
+    build_operator_command, build_operator_command_at_controllers, coreward_binary_path, lab_binary_path,
     systemd_unit_capabilities,
 };
 pub use files::{
     certificate_directory, core_load_file_path, credential_directory, credential_file_paths, issue_certificate,
 };
 pub use names::{
-    CONTROLLER_PORT, FIRST_CONTROLLER_NAME, agent_name, controller_address_of, controller_api_address, controller_name,
+    CONTROLLER_PORT, FIRST_CONTROLLER_NAME, agent_name, controller_address, controller_api_address, controller_name,
     first_controller_address, rack_controller_listen_address,
 };
-pub use options::{CoreLoadSource, FleetOptions, ServerAdminState};
+pub use options::{CoreLoadSource, ServerAdminState, TestbedFleetOptions};
 pub(crate) use ready::as_array_or_empty;
 
 use daemons::start_daemon;
@@ -48,7 +48,7 @@ use names::DaemonName;
 /// Running daemons of a fleet. Dropping this value kills all of them.
 #[derive(Debug)]
 pub struct Fleet {
-    options: FleetOptions,
+    options: TestbedFleetOptions,
     server_pool: BTreeMap<u16, ServerAdminState>,
     controllers: BTreeMap<u16, TestbedProcess>,
     rack_controllers: BTreeMap<u16, TestbedProcess>,
@@ -70,7 +70,7 @@ impl Fleet {
     /// Starts the controllers, rack controllers, load balancers and, if enabled, an agent for each server in the
     /// testbed. All servers are in the pool. Waits until every agent reports and load balancers use a table. Fails with
     /// the last lines of the logs when a daemon cannot be started or is not ready in time.
-    pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
+    pub fn start(testbed: &Testbed, options: TestbedFleetOptions) -> anyhow::Result<Self> {
         let pool: BTreeMap<u16, ServerAdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, ServerAdminState::Active)).collect();
         if options.uses_tls {
@@ -156,7 +156,7 @@ impl Fleet {
     /// Stops a daemon gracefully and starts a new process that continues with its state, as in an upgrade. Fails when
     /// the daemon does not exist, stop or start.
     pub fn upgrade_daemon(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
-        let exit_status = self.daemon_process(name)?.terminate(*DEFAULT_TIMEOUT)?;
+        let exit_status = self.daemon_process(name)?.terminate(*DEFAULT_WAIT_TIMEOUT)?;
         ensure!(exit_status.success(), "{name} ended with {exit_status}");
         self.restart_daemon(testbed, name)
     }
@@ -189,7 +189,7 @@ impl Fleet {
 
     /// Restarts a daemon with the executable `binary`, or with the default one if it is `None`. Later restarts use the
     /// same executable. Fails when the daemon does not exist, stop or start.
-    pub fn replace_daemon_binary(
+    pub fn restart_daemon_with_binary(
         &mut self,
         testbed: &Testbed,
         name: &str,
@@ -222,7 +222,7 @@ impl Fleet {
 
     /// Applies the fleet document in the file `document` as soon as one of the controllers is the leader.
     fn apply_document(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         loop {
             match self.run_operator_command(testbed, &["apply", "--yes", &document.display().to_string()]) {
                 Ok(_) => return Ok(()),
@@ -234,7 +234,7 @@ impl Fleet {
 
     /// Runs `coreward` with these arguments against the leading controller, and returns its output.
     fn run_operator_command(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
-        let command = build_operator_command_for(testbed, self.controllers.keys().copied(), arguments)?;
+        let command = build_operator_command_at_controllers(testbed, self.controllers.keys().copied(), arguments)?;
         Ok(testbed.run_command(testbed.controller(), command)?.stdout)
     }
 
@@ -259,23 +259,23 @@ impl Fleet {
         controller_names.chain(rack_controller_names).chain(load_balancer_names).chain(agent_names).collect()
     }
 
-    pub fn options(&self) -> &FleetOptions {
+    pub fn options(&self) -> &TestbedFleetOptions {
         &self.options
     }
 
     /// Writes the controller's configuration file with new `options`, and makes the controller reload it. Fails when
     /// the file cannot be written or the controller has ended.
-    pub fn set_fleet_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
+    pub fn set_fleet_options(&mut self, testbed: &Testbed, options: TestbedFleetOptions) -> anyhow::Result<()> {
         self.options = options;
         self.set_server_pool(testbed, self.server_pool.clone())
     }
 
-    /// Replaces [`FleetOptions::extra_fleet_text`] in the fleet's file and makes the controller reload it. Fails when
-    /// the file cannot be written or the controller has ended.
+    /// Replaces [`TestbedFleetOptions::extra_fleet_text`] in the fleet's file and makes the controller reload it. Fails
+    /// when the file cannot be written or the controller has ended.
     pub fn set_extra_fleet_text(&mut self, testbed: &Testbed, extra_fleet_text: &str) -> anyhow::Result<()> {
         self.set_fleet_options(
             testbed,
-            FleetOptions { extra_fleet_text: extra_fleet_text.to_owned(), ..self.options.clone() },
+            TestbedFleetOptions { extra_fleet_text: extra_fleet_text.to_owned(), ..self.options.clone() },
         )
     }
 
@@ -299,7 +299,7 @@ impl Fleet {
     pub fn kill_daemon(&mut self, name: &str) -> anyhow::Result<()> {
         let daemon = self.daemon_process(name)?;
         daemon.send_signal(Signal::SIGKILL)?;
-        daemon.wait_for_exit(*DEFAULT_TIMEOUT).map(drop)
+        daemon.wait_for_exit(*DEFAULT_WAIT_TIMEOUT).map(drop)
     }
 
     /// Restarts a killed daemon. Fails when the daemon does not exist or cannot be started.
@@ -318,7 +318,8 @@ impl Fleet {
     }
 
     /// Waits until every active server in the pool that has an agent reports, and all load balancers' tables have all
-    /// servers that accept new connections. Fails after [`DEFAULT_TIMEOUT`] with the last lines of the daemons' logs.
+    /// servers that accept new connections. Fails after [`DEFAULT_WAIT_TIMEOUT`] with the last lines of the daemons'
+    /// logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         self.wait_until_check_succeeds(testbed, || self.check_ready(testbed))
     }
@@ -328,7 +329,7 @@ impl Fleet {
         testbed: &Testbed,
         check: impl Fn() -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         while let Err(error) = check() {
             ensure!(Instant::now() < deadline, "the fleet is not ready: {error:#}\n{}", read_log_tails(testbed));
             std::thread::sleep(Duration::from_millis(50));

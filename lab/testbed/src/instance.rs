@@ -17,10 +17,10 @@ const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward-testbed";
 /// Name of the file in the testbed's directory that the owning process locks. The file contains that process's id.
 const OWNER_FILE_NAME: &str = "owner";
 /// Maximum length of a testbed name. It keeps namespace names readable, and socket paths below the limit of 107 bytes.
-const NAME_LENGTH_MAX: usize = 40;
+const MAX_TESTBED_NAME_LENGTH: usize = 40;
 /// Environment variable with a prefix of all testbed names. Two checkouts with different prefixes can run tests on one
 /// machine.
-const NAME_PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
+const TESTBED_PREFIX_ENV_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
 
 /// Ownership of a testbed's name, by a lock on the testbed's owner file. The kernel releases the lock when the owning
 /// process ends.
@@ -37,17 +37,17 @@ impl TestbedInstance {
         if name.is_empty() {
             bail!("testbed instance \"\": expected a name");
         }
-        Self::lock_name(&with_name_prefix(name))
+        Self::acquire_prefixed_name(&add_prefix_from_env(name))
     }
 
-    fn lock_name(name: &str) -> anyhow::Result<Self> {
-        if name.len() > NAME_LENGTH_MAX || !name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit()) {
-            bail!("testbed instance {name:?}: expected 1 to {NAME_LENGTH_MAX} lower-case letters and digits");
+    fn acquire_prefixed_name(name: &str) -> anyhow::Result<Self> {
+        if name.len() > MAX_TESTBED_NAME_LENGTH || !name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit()) {
+            bail!("testbed instance {name:?}: expected 1 to {MAX_TESTBED_NAME_LENGTH} lower-case letters and digits");
         }
         let owner_file_lock = lock_owner_file(name)?;
         let instance = Self { name: name.to_owned(), _owner_file_lock: owner_file_lock };
         fs::write(instance.directory().join(OWNER_FILE_NAME), format!("{}\n", std::process::id()))?;
-        instance.remove_remains()?;
+        instance.remove_leftovers()?;
         mount_bpf_filesystem()?;
         fs::create_dir_all(instance.pin_directory())
             .with_context(|| format!("cannot create {}", instance.pin_directory().display()))?;
@@ -74,7 +74,7 @@ impl TestbedInstance {
 
     /// Removes the testbed's processes, then its namespaces, then its pins and files. Continues after a failure and
     /// returns the first failure.
-    fn remove_remains(&self) -> anyhow::Result<()> {
+    fn remove_leftovers(&self) -> anyhow::Result<()> {
         let mut first_failure = Ok(());
         for namespace in namespace::list_namespaces_with_prefix(&namespace_name_prefix(&self.name)) {
             first_failure = first_failure.and(namespace.remove());
@@ -96,7 +96,7 @@ impl TestbedInstance {
 
 impl Drop for TestbedInstance {
     fn drop(&mut self) {
-        if let Err(error) = self.remove_remains() {
+        if let Err(error) = self.remove_leftovers() {
             tracing::warn!(
                 event = "testbed-left",
                 testbed = self.name,
@@ -114,7 +114,7 @@ impl Drop for TestbedInstance {
 /// Removes the remains of killed testbeds with the same command. Fails when a removal fails.
 pub fn unique_testbed_name(command: &str) -> anyhow::Result<String> {
     let has_pid_after_command = |name: &String| {
-        let pid_text = name.strip_prefix(&with_name_prefix(command)).unwrap_or_default();
+        let pid_text = name.strip_prefix(&add_prefix_from_env(command)).unwrap_or_default();
         !pid_text.is_empty() && pid_text.bytes().all(|b| b.is_ascii_digit())
     };
     remove_unowned_testbeds(list_testbed_names().filter(has_pid_after_command))?;
@@ -127,13 +127,13 @@ pub fn remove_killed_testbeds(names: &[String]) -> anyhow::Result<Vec<String>> {
     if names.is_empty() {
         return remove_unowned_testbeds(list_testbed_names());
     }
-    let full_names: Vec<String> = names.iter().map(|name| with_name_prefix(name)).collect();
+    let full_names: Vec<String> = names.iter().map(|name| add_prefix_from_env(name)).collect();
     remove_unowned_testbeds(list_testbed_names().filter(|name| full_names.contains(name)))
 }
 
 /// Returns the paths of the directories and namespaces of a running or killed testbed.
-pub fn find_remains(name: &str) -> Vec<PathBuf> {
-    let full_name = with_name_prefix(name);
+pub fn find_leftover_paths(name: &str) -> Vec<PathBuf> {
+    let full_name = add_prefix_from_env(name);
     let directories =
         [testbed_directory(&full_name), testbed_pin_directory(&full_name)].into_iter().filter(|path| path.exists());
     let namespaces = namespace::list_namespaces_with_prefix(&namespace_name_prefix(&full_name));
@@ -146,7 +146,7 @@ fn remove_unowned_testbeds(names: impl Iterator<Item = String>) -> anyhow::Resul
         if find_running_owner_pid(&name).is_some() {
             continue;
         }
-        match TestbedInstance::lock_name(&name) {
+        match TestbedInstance::acquire_prefixed_name(&name) {
             Ok(instance) => drop(instance),
             // Another process has acquired the name in the meantime.
             Err(_) if find_running_owner_pid(&name).is_some() => continue,
@@ -160,14 +160,14 @@ fn remove_unowned_testbeds(names: impl Iterator<Item = String>) -> anyhow::Resul
 /// Returns the full names of all running or killed testbeds whose names start with this process's prefix.
 fn list_testbed_names() -> impl Iterator<Item = String> {
     let directory_entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
-    let name_prefix = with_name_prefix("");
+    let name_prefix = add_prefix_from_env("");
     directory_entries
         .filter_map(|entry| entry.file_name().into_string().ok())
         .filter(move |name| name.starts_with(&name_prefix))
 }
 
-fn with_name_prefix(name: &str) -> String {
-    std::env::var(NAME_PREFIX_VARIABLE).unwrap_or_default() + name
+fn add_prefix_from_env(name: &str) -> String {
+    std::env::var(TESTBED_PREFIX_ENV_VARIABLE).unwrap_or_default() + name
 }
 
 fn testbed_directory(name: &str) -> PathBuf {
@@ -273,21 +273,21 @@ mod tests {
     fn owner_query_does_not_create_a_directory() {
         skip_if!(find_missing_testbed_rights());
         let short_name = unique_testbed_name("tinstance").unwrap();
-        let full_name = with_name_prefix(&short_name);
+        let full_name = add_prefix_from_env(&short_name);
         assert_eq!(find_running_owner_pid(&full_name), None);
         let instance = TestbedInstance::acquire(&short_name).unwrap();
         assert_eq!(find_running_owner_pid(&full_name), Some(std::process::id().to_string()));
         assert!(TestbedInstance::acquire(&short_name).unwrap_err().to_string().contains("is in use by process"));
         assert_eq!(remove_killed_testbeds(std::slice::from_ref(&short_name)).unwrap(), Vec::<String>::new());
-        assert!(!find_remains(&short_name).is_empty());
+        assert!(!find_leftover_paths(&short_name).is_empty());
         drop(instance);
-        assert_eq!(find_remains(&short_name), Vec::<PathBuf>::new());
+        assert_eq!(find_leftover_paths(&short_name), Vec::<PathBuf>::new());
 
         fs::create_dir_all(testbed_directory(&full_name)).unwrap();
         fs::write(testbed_directory(&full_name).join(OWNER_FILE_NAME), "1\n").unwrap();
         fs::write(testbed_directory(&full_name).join("log"), "").unwrap();
         assert_eq!(find_running_owner_pid(&full_name), None);
         assert_eq!(remove_killed_testbeds(std::slice::from_ref(&short_name)).unwrap(), [full_name]);
-        assert_eq!(find_remains(&short_name), Vec::<PathBuf>::new());
+        assert_eq!(find_leftover_paths(&short_name), Vec::<PathBuf>::new());
     }
 }

@@ -61,5 +61,5 @@ pub mod vlans;
 
 pub use coreward_dataplane::skip_if;
 pub use namespace::NetworkNamespace;
-pub use process::{DEFAULT_TIMEOUT, TestbedProcess};
+pub use process::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 pub use topology::{Testbed, TestbedOptions, find_missing_privilege, find_missing_testbed_rights};

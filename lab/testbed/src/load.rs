@@ -18,14 +18,14 @@ use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::connection_errors::{BrokenConnectionCounts, ConnectionFailure, DATA_TIMEOUT_NS};
+use crate::connection_errors::{BrokenConnectionCounts, CONNECTION_DATA_TIMEOUT_NS, ConnectionFailure};
 use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
 use coreward_load::paced::{PACED_MESSAGE_BYTES, PacedMessageBuffer, PacedRequest, PacedResponse};
 
 /// Interval between checks for timed-out connections (ns).
-const TIMEOUT_CHECK_INTERVAL_NS: u64 = 500_000_000;
+const CONNECTION_TIMEOUT_CHECK_INTERVAL_NS: u64 = 500_000_000;
 /// Time from the start of the replay to time 0 of the arrival log, if no start time is given (ns).
-const START_DELAY_NS: u64 = 50_000_000;
+const DEFAULT_REPLAY_START_DELAY_NS: u64 = 50_000_000;
 
 /// Options of `coreward-lab testbed load`.
 #[derive(Debug, Clone, clap::Args)]
@@ -46,7 +46,7 @@ pub struct LoadClientArgs {
 
 /// Results of replaying an arrival log, printed as JSON.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-pub struct LoadReport {
+pub struct LoadClientReport {
     pub opened: u64,
     /// Number of connections that got a response to every request.
     pub completed: u64,
@@ -98,14 +98,14 @@ pub fn run_load_client(args: &LoadClientArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn replay_log(log: &ArrivalLog, args: &LoadClientArgs) -> anyhow::Result<LoadReport> {
+fn replay_log(log: &ArrivalLog, args: &LoadClientArgs) -> anyhow::Result<LoadClientReport> {
     ensure!(
         args.vip.is_ipv4() == args.first_address.is_ipv4(),
         "--vip {} and --first-address {}: expected addresses of one family",
         args.vip,
         args.first_address
     );
-    let start_ns = args.start_at.unwrap_or_else(|| now_ns() + START_DELAY_NS);
+    let start_ns = args.start_at.unwrap_or_else(|| now_ns() + DEFAULT_REPLAY_START_DELAY_NS);
     let mut load_client = LoadClient {
         arrival_log: log,
         service_address: args.vip,
@@ -113,13 +113,13 @@ fn replay_log(log: &ArrivalLog, args: &LoadClientArgs) -> anyhow::Result<LoadRep
         start_ns,
         epoll: Epoll::new()?,
         connections: HashMap::new(),
-        next_requests: BinaryHeap::new(),
+        next_request_due_times: BinaryHeap::new(),
         next_arrival_index: 0,
-        next_timeout_check_ns: start_ns + TIMEOUT_CHECK_INTERVAL_NS,
-        report: LoadReport::default(),
+        next_timeout_check_ns: start_ns + CONNECTION_TIMEOUT_CHECK_INTERVAL_NS,
+        report: LoadClientReport::default(),
         latency_histogram: new_delay_histogram()?,
         lateness_histogram: new_delay_histogram()?,
-        connections_by_core: HashMap::new(),
+        connection_count_by_core: HashMap::new(),
     };
     while load_client.process_due_events()? {}
     Ok(load_client.into_report())
@@ -151,7 +151,7 @@ fn bind_client_socket(source_address: SocketAddr) -> anyhow::Result<Socket> {
 }
 
 #[derive(Debug)]
-struct LoadConnection {
+struct LoadClientConnection {
     stream: TcpStream,
     is_connected: bool,
     message_buffer: PacedMessageBuffer,
@@ -161,7 +161,7 @@ struct LoadConnection {
     sent_request_count: u32,
     answered_request_count: u32,
     /// Numbers of the server and core that sent the first response. All further responses must come from this core.
-    serving_core: Option<(u8, u8)>,
+    serving_server_and_core: Option<(u8, u8)>,
 }
 
 struct LoadClient<'a> {
@@ -171,15 +171,15 @@ struct LoadClient<'a> {
     start_ns: u64,
     epoll: Epoll,
     /// Open connections, by index in the arrival log.
-    connections: HashMap<usize, LoadConnection>,
+    connections: HashMap<usize, LoadClientConnection>,
     /// Next request of each open connection, as (due time (ns), connection index). The earliest comes first.
-    next_requests: BinaryHeap<Reverse<(u64, usize)>>,
+    next_request_due_times: BinaryHeap<Reverse<(u64, usize)>>,
     next_arrival_index: usize,
     next_timeout_check_ns: u64,
-    report: LoadReport,
+    report: LoadClientReport,
     latency_histogram: Histogram<u64>,
     lateness_histogram: Histogram<u64>,
-    connections_by_core: HashMap<(u8, u8), u64>,
+    connection_count_by_core: HashMap<(u8, u8), u64>,
 }
 
 impl LoadClient<'_> {
@@ -198,7 +198,7 @@ impl LoadClient<'_> {
         if next_arrival_ns.is_none() && self.connections.is_empty() {
             return Ok(false);
         }
-        let next_request_ns = self.next_requests.peek().map(|Reverse((due_ns, _))| *due_ns);
+        let next_request_ns = self.next_request_due_times.peek().map(|Reverse((due_ns, _))| *due_ns);
         let wake_ns =
             [next_arrival_ns, next_request_ns].into_iter().flatten().fold(self.next_timeout_check_ns, u64::min);
         let events: Vec<ReadyEvent> = self.epoll.wait(Some(wake_ns))?.collect();
@@ -216,13 +216,13 @@ impl LoadClient<'_> {
             self.next_arrival_index += 1;
         }
         while let Some(Reverse((due_ns, index))) =
-            self.next_requests.peek().copied().filter(|Reverse((next_due_ns, _))| *next_due_ns <= now_ns)
+            self.next_request_due_times.peek().copied().filter(|Reverse((next_due_ns, _))| *next_due_ns <= now_ns)
         {
-            self.next_requests.pop();
+            self.next_request_due_times.pop();
             self.handle_due_request(index, due_ns);
         }
         if now_ns >= self.next_timeout_check_ns {
-            self.next_timeout_check_ns = now_ns + TIMEOUT_CHECK_INTERVAL_NS;
+            self.next_timeout_check_ns = now_ns + CONNECTION_TIMEOUT_CHECK_INTERVAL_NS;
             self.fail_timed_out_connections(now_ns);
         }
         Ok(true)
@@ -237,14 +237,14 @@ impl LoadClient<'_> {
         self.report.opened += 1;
         let connect_result = socket.connect(&self.service_address.into());
         let stream = TcpStream::from(socket);
-        let connection = LoadConnection {
+        let connection = LoadClientConnection {
             stream,
             is_connected: false,
             message_buffer: PacedMessageBuffer::default(),
             due_request_count: 0,
             sent_request_count: 0,
             answered_request_count: 0,
-            serving_core: None,
+            serving_server_and_core: None,
         };
         self.connections.insert(connection_index, connection);
         match connect_result {
@@ -261,7 +261,7 @@ impl LoadClient<'_> {
                 // data.
                 let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
                 self.epoll.add(stream.as_fd(), connection_index as u64, flags)?;
-                self.next_requests.push(Reverse((self.request_due_ns(connection_index, 0), connection_index)));
+                self.next_request_due_times.push(Reverse((self.request_due_ns(connection_index, 0), connection_index)));
             }
         }
         Ok(())
@@ -274,7 +274,7 @@ impl LoadClient<'_> {
         if connection.due_request_count < request_count {
             let next_request_ns =
                 self.request_due_ns(connection_index, self.connections[&connection_index].due_request_count);
-            self.next_requests.push(Reverse((next_request_ns, connection_index)));
+            self.next_request_due_times.push(Reverse((next_request_ns, connection_index)));
         }
         if self.connections[&connection_index].is_connected {
             let lateness_us = now_ns().saturating_sub(due_ns) / 1_000;
@@ -336,7 +336,7 @@ impl LoadClient<'_> {
             let mut is_right_answer = true;
             connection.message_buffer.for_each_message(&buffer[..length], |response: PacedResponse| {
                 let serving_core =
-                    *connection.serving_core.get_or_insert((response.server_number, response.core_number));
+                    *connection.serving_server_and_core.get_or_insert((response.server_number, response.core_number));
                 is_right_answer &= response.id.get() == connection.answered_request_count
                     && connection.answered_request_count < connection.sent_request_count
                     && serving_core == (response.server_number, response.core_number);
@@ -356,10 +356,10 @@ impl LoadClient<'_> {
         Ok(())
     }
 
-    fn count_finished_connection(&mut self, connection: &LoadConnection) {
+    fn count_finished_connection(&mut self, connection: &LoadClientConnection) {
         self.report.answered_requests += u64::from(connection.answered_request_count);
-        if let Some(serving_core) = connection.serving_core {
-            *self.connections_by_core.entry(serving_core).or_default() += 1;
+        if let Some(serving_core) = connection.serving_server_and_core {
+            *self.connection_count_by_core.entry(serving_core).or_default() += 1;
         }
     }
 
@@ -371,10 +371,10 @@ impl LoadClient<'_> {
 
     /// Counts connections as broken if their oldest unanswered request has timed out.
     fn fail_timed_out_connections(&mut self, now_ns: u64) {
-        let timed_out_index = |(index, connection): (&usize, &LoadConnection)| {
+        let timed_out_index = |(index, connection): (&usize, &LoadClientConnection)| {
             let has_unanswered_request = connection.answered_request_count < connection.due_request_count;
             (has_unanswered_request
-                && self.request_due_ns(*index, connection.answered_request_count) + DATA_TIMEOUT_NS < now_ns)
+                && self.request_due_ns(*index, connection.answered_request_count) + CONNECTION_DATA_TIMEOUT_NS < now_ns)
                 .then_some(*index)
         };
         let timed_out_indexes: Vec<usize> = self.connections.iter().filter_map(timed_out_index).collect();
@@ -383,14 +383,14 @@ impl LoadClient<'_> {
         }
     }
 
-    fn into_report(self) -> LoadReport {
-        let connections_by_core = self.connections_by_core.into_iter();
+    fn into_report(self) -> LoadClientReport {
+        let connections_by_core = self.connection_count_by_core.into_iter();
         let mut connections_by_core: Vec<CoreConnectionCount> = connections_by_core
             .map(|((server, core), connections)| CoreConnectionCount { server, core, connections })
             .collect();
         connections_by_core.sort_by_key(|core_connections| (core_connections.server, core_connections.core));
         let (latency_us, lateness_us) =
             (DelayStatisticsUs::from(&self.latency_histogram), DelayStatisticsUs::from(&self.lateness_histogram));
-        LoadReport { latency_us, lateness_us, connections_by_core, ..self.report }
+        LoadClientReport { latency_us, lateness_us, connections_by_core, ..self.report }
     }
 }

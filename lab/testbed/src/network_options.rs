@@ -4,7 +4,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use coreward_model::forwarding::ForwardingMode;
 
 use crate::addresses::AddressFamily;
-use crate::fleet::FleetOptions;
+use crate::fleet::TestbedFleetOptions;
 use crate::topology::TestbedOptions;
 
 /// Options for the network of a testbed.
@@ -29,8 +29,12 @@ impl TestbedNetworkOptions {
     }
 
     /// Returns the options of a fleet that runs in this network.
-    pub fn to_fleet_options(self) -> FleetOptions {
-        FleetOptions { forwarding: self.forwarding, servers_family: self.family, ..FleetOptions::default() }
+    pub fn to_fleet_options(self) -> TestbedFleetOptions {
+        TestbedFleetOptions {
+            forwarding: self.forwarding,
+            server_address_family: self.family,
+            ..TestbedFleetOptions::default()
+        }
     }
 }
 

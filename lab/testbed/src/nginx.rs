@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 
 use crate::addresses::{SERVICE_ADDRESS, server_address};
 use crate::topology::Testbed;
-use crate::{DEFAULT_TIMEOUT, TestbedProcess};
+use crate::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 
 /// Size of the file at [`LARGE_FILE_PATH`] (bytes).
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
@@ -121,7 +121,7 @@ impl NginxServer {
     }
 
     fn wait_for_workers(&mut self, worker_count: usize) -> anyhow::Result<()> {
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         // The sockets listen before the first worker is started (ngx_init_cycle).
         while self.worker_pids().len() < worker_count {
             let exit_status = self.master_process.try_wait()?;

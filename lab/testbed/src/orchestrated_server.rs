@@ -14,12 +14,12 @@ use std::time::{Duration, Instant};
 
 use coreward_load::key_value::{KeyValueRequest, KeyValueResponseWriter};
 use coreward_model::dispatch::{
-    CoreAssignmentMode, EpochLength, MAX_SCHEDULED_SERVICES, ReservedCores, ScaleDownCondition, ScaleUpCondition,
+    CoreAssignmentMode, LoadCheckInterval, MAX_SCHEDULED_SERVICES, ReservedCores, ScaleDownCondition, ScaleUpCondition,
 };
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::SharedCoreAllocator;
-use coreward_runtime::message::{HintMessage, HintTrigger};
-use coreward_runtime::serve::{self, HandlerRequest, ReplyAction, RequestHandler, ServeCounters, ServeOptions};
+use coreward_runtime::message::{LoadHintMessage, LoadHintTrigger};
+use coreward_runtime::serve::{self, HandlerReplyAction, HandlerRequest, RequestHandler, ServeCounters, ServeOptions};
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
 
 use crate::core_load_file::SharedCounterFile;
@@ -30,7 +30,7 @@ use core_clock::CoreClock;
 
 const POLL_OR_RECONNECT_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum duration of a `yield_point` call in which no other request is served.
-const MAX_EMPTY_YIELD_TIME: Duration = Duration::from_micros(1);
+const MAX_IDLE_YIELD_DURATION: Duration = Duration::from_micros(1);
 
 /// Options of `coreward-lab testbed orchestrated-server`.
 #[derive(Debug, Clone, clap::Args)]
@@ -81,7 +81,7 @@ pub struct OrchestratedServerArgs {
 }
 
 impl OrchestratedServerArgs {
-    fn serve_options(&self) -> ServeOptions {
+    fn build_serve_options(&self) -> ServeOptions {
         let (quantum, sleep) = (Duration::from_micros(self.quantum_us), Duration::from_micros(self.sleep_us));
         let options = ServeOptions { quantum, sleep_time: sleep, ..ServeOptions::default() };
         if !self.paced {
@@ -102,7 +102,7 @@ impl OrchestratedServerArgs {
 struct SharedServerState {
     database: Box<dyn KeyValueDatabase>,
     /// Allocator that assigns cores to services, or `None` if every service runs on every core.
-    allocator: Option<SharedCoreAllocator>,
+    core_allocator: Option<SharedCoreAllocator>,
     /// Number of workers that have connected so far.
     connected_worker_count: AtomicUsize,
     /// Core load file that contains, for each service, its total time on all cores.
@@ -122,7 +122,7 @@ impl SharedServerState {
 struct CoreRequestHandler<'s> {
     shared_state: &'s SharedServerState,
     /// Clock of a paced core, or `None` if the core really executes for the service time.
-    clock: Option<CoreClock>,
+    core_clock: Option<CoreClock>,
 }
 
 impl RequestHandler for CoreRequestHandler<'_> {
@@ -131,11 +131,11 @@ impl RequestHandler for CoreRequestHandler<'_> {
         request: &HandlerRequest<'_>,
         response: &mut Vec<u8>,
         context: &mut serve::HandlerContext<'_>,
-    ) -> ReplyAction {
+    ) -> HandlerReplyAction {
         let service = request.service;
-        let Ok(request) = KeyValueRequest::parse(request.payload) else { return ReplyAction::Nothing };
+        let Ok(request) = KeyValueRequest::parse(request.payload) else { return HandlerReplyAction::NoReply };
         let time = Duration::from_nanos(request.service_ns.into());
-        match &self.clock {
+        match &self.core_clock {
             Some(clock) => clock.serve_request(service, time, || context.yield_point()),
             None => keep_core_busy_for(time, context),
         }
@@ -143,13 +143,15 @@ impl RequestHandler for CoreRequestHandler<'_> {
         let mut writer = KeyValueResponseWriter::default();
         self.shared_state.database.answer_request(&request, context.core(), &mut writer);
         let mut datagrams = writer.finish_response();
-        let (Some(single_datagram), None) = (datagrams.next(), datagrams.next()) else { return ReplyAction::Nothing };
+        let (Some(single_datagram), None) = (datagrams.next(), datagrams.next()) else {
+            return HandlerReplyAction::NoReply;
+        };
         response.extend_from_slice(single_datagram);
-        ReplyAction::Send
+        HandlerReplyAction::Send
     }
 
-    fn handle_load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-        match &self.shared_state.allocator {
+    fn handle_load_hint(&self, hint: LoadHintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+        match &self.shared_state.core_allocator {
             Some(allocator) => allocator.apply_hint(hint, worker),
             None => worker.rearm_load_monitor(hint.service),
         }
@@ -166,7 +168,7 @@ fn keep_core_busy_for(time: Duration, context: &mut serve::HandlerContext<'_>) {
         }
         context.yield_point();
         let yield_duration = yield_start.elapsed();
-        if yield_duration > MAX_EMPTY_YIELD_TIME {
+        if yield_duration > MAX_IDLE_YIELD_DURATION {
             deadline += yield_duration;
         }
     }
@@ -190,7 +192,12 @@ pub fn run_orchestrated_server(args: &OrchestratedServerArgs) -> anyhow::Result<
     let allocator = needs_allocator.then(|| SharedCoreAllocator::new(args.assignment, core_count, args.reserved));
     let core_load_file =
         args.busy_file.as_ref().map(|path| SharedCounterFile::create(path, MAX_SCHEDULED_SERVICES)).transpose()?;
-    let server = SharedServerState { database, allocator, connected_worker_count: AtomicUsize::new(0), core_load_file };
+    let server = SharedServerState {
+        database,
+        core_allocator: allocator,
+        connected_worker_count: AtomicUsize::new(0),
+        core_load_file,
+    };
     let stop_flag = AtomicBool::new(false);
     let served_count_by_core: Vec<u64> = std::thread::scope(|scope| {
         let (server, stop_flag) = (&server, &stop_flag);
@@ -238,7 +245,7 @@ fn serve_core(
         // The default timer slack of 50 us delays each wake-up. If setting it fails, the core only wakes later.
         let _ = nix::sys::prctl::set_timerslack(1);
     }
-    let server = CoreRequestHandler { shared_state, clock: args.build_core_clock() };
+    let server = CoreRequestHandler { shared_state, core_clock: args.build_core_clock() };
     let mut served_count = 0;
     while !stop_flag.load(Relaxed) {
         match connect_and_serve(args, core, &server, stop_flag) {
@@ -268,7 +275,7 @@ fn connect_and_serve(
         }
     }
     let mut worker = runtime.attach_worker(core)?;
-    match &server.shared_state.allocator {
+    match &server.shared_state.core_allocator {
         None => (0..services.len() as u8).try_for_each(|service| worker.enable_service(service, core))?,
         Some(allocator) => {
             allocator.enable_assigned_services(&mut worker)?;
@@ -278,13 +285,13 @@ fn connect_and_serve(
         }
     }
     server.shared_state.connected_worker_count.fetch_add(1, Relaxed);
-    worker.serve(server, args.serve_options(), stop_flag)
+    worker.serve(server, args.build_serve_options(), stop_flag)
 }
 
 /// Enables the load monitor of service 0 on this worker.
 fn enable_load_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-    let epoch_length = EpochLength::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
+    let epoch_length = LoadCheckInterval::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
     let scale_down = ScaleDownCondition { epoch_length, max_calm_queue_length: 0, required_calm_epochs: 4 };
-    worker.enable_load_monitor(0, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length }))?;
-    worker.enable_load_monitor(0, HintTrigger::ScaleDown(scale_down))
+    worker.enable_load_monitor(0, LoadHintTrigger::ScaleUp(ScaleUpCondition { epoch_length }))?;
+    worker.enable_load_monitor(0, LoadHintTrigger::ScaleDown(scale_down))
 }

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::bail;
-use coreward_load::paced::{MAX_SERVICE_US, PacedMessageBuffer, PacedRequest, PacedResponse};
+use coreward_load::paced::{MAX_SERVICE_TIME_US, PacedMessageBuffer, PacedRequest, PacedResponse};
 use nix::sys::wait::wait;
 use zerocopy::IntoBytes as _;
 
@@ -65,23 +65,28 @@ struct PacedServerProtocol {
 impl EmulatedServerProtocol for PacedServerProtocol {
     type ConnectionState = PacedMessageBuffer;
     const CLOSES_AFTER_RESPONSE: bool = false;
-    const ACCEPT_SERVICE_NS: u64 = 0;
+    const ACCEPT_CORE_TIME_NS: u64 = 0;
     /// Maximum age of the busy time in the core load file (ns), 4 % of a report interval of 100 ms. A request in the
     /// demo (7.5 ms) thus needs only one additional wake-up.
-    const PUBLISH_INTERVAL_NS: u64 = 4_000_000;
+    const LOAD_FILE_UPDATE_INTERVAL_NS: u64 = 4_000_000;
 
-    fn receive_bytes(&self, messages: &mut PacedMessageBuffer, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
+    fn try_parse_received_bytes(
+        &self,
+        messages: &mut PacedMessageBuffer,
+        bytes: &[u8],
+        queue: &mut ResponseQueue<'_>,
+    ) -> bool {
         let mut is_valid = true;
         messages.for_each_message(bytes, |request: PacedRequest| {
             let service_us = request.service_us.get();
-            is_valid &= service_us <= MAX_SERVICE_US;
-            let completion_ns = queue.queue_work(u64::from(service_us.min(MAX_SERVICE_US)) * 1_000);
-            queue.queue_packet(completion_ns, request.id.get());
+            is_valid &= service_us <= MAX_SERVICE_TIME_US;
+            let completion_ns = queue.enqueue_work(u64::from(service_us.min(MAX_SERVICE_TIME_US)) * 1_000);
+            queue.enqueue_response_packet(completion_ns, request.id.get());
         });
         is_valid
     }
 
-    fn write_packet(&self, _: &PacedMessageBuffer, id: u32, packet: &mut Vec<u8>, _: &mut ResponseQueue<'_>) {
+    fn append_response_packet(&self, _: &PacedMessageBuffer, id: u32, packet: &mut Vec<u8>, _: &mut ResponseQueue<'_>) {
         let response = PacedResponse {
             id: id.into(),
             server_number: self.server_number,

@@ -45,7 +45,7 @@ impl PreloadedFaults {
     }
 
     /// Makes the process of `command` load the fault library, which emulates the faults set for `daemon`.
-    pub(crate) fn preload_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
+    pub(crate) fn preload_fault_library(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
         let faults_path = self.faults_file_path(daemon);
         let write_empty_faults = || -> io::Result<()> {
             File::options().write(true).create(true).truncate(false).open(&faults_path)?.set_len(FAULTS_FILE_BYTES)
@@ -78,7 +78,7 @@ mod tests {
     /// Runs `date` with a daemon's faults, and returns the printed time (s since 1970).
     fn read_date(preload: &PreloadedFaults) -> i64 {
         let mut command = Command::new("date");
-        preload.preload_faults("d", command.arg("+%s")).unwrap();
+        preload.preload_fault_library("d", command.arg("+%s")).unwrap();
         String::from_utf8(command.output().unwrap().stdout).unwrap().trim().parse().unwrap()
     }
 
@@ -102,7 +102,7 @@ mod tests {
         let extend_file = |length: &str| {
             let mut command = Command::new("truncate");
             command.args(["--size", length]).arg(directory.path().join("file"));
-            preloaded_faults.preload_faults("t", &mut command).unwrap();
+            preloaded_faults.preload_fault_library("t", &mut command).unwrap();
             command.output().unwrap().status.success()
         };
         assert!(extend_file("1"));

@@ -16,7 +16,7 @@ use crate::namespace::NetworkNamespace;
 
 /// Timeout for conditions that hold soon in the absence of faults. It is 60 s, or the environment variable
 /// `COREWARD_TEST_TIMEOUT` (s). A wait ends as soon as its condition holds, so a long timeout costs no time.
-pub static DEFAULT_TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
+pub static DEFAULT_WAIT_TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
     let seconds = std::env::var("COREWARD_TEST_TIMEOUT").ok();
     let seconds = seconds.map(|text| text.parse().expect("COREWARD_TEST_TIMEOUT: expected a whole number of seconds"));
     Duration::from_secs(seconds.unwrap_or(60))
@@ -77,15 +77,15 @@ impl TestbedProcess {
     }
 
     /// Waits until the process has created `file`, as servers do when they listen. `description` names the process in
-    /// errors. Fails when the process ends first, or when the file is still missing after [`DEFAULT_TIMEOUT`].
+    /// errors. Fails when the process ends first, or when the file is still missing after [`DEFAULT_WAIT_TIMEOUT`].
     pub fn wait_for_file(&mut self, description: &str, file: &Path) -> anyhow::Result<()> {
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         while !file.exists() {
             if let Some(status) = self.try_wait()? {
                 bail!("{description} ended: {status}");
             }
             if Instant::now() > deadline {
-                bail!("{description} does not listen after {:?}", *DEFAULT_TIMEOUT);
+                bail!("{description} does not listen after {:?}", *DEFAULT_WAIT_TIMEOUT);
             }
             std::thread::sleep(Duration::from_millis(2));
         }

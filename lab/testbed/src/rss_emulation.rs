@@ -48,14 +48,14 @@ pub(crate) fn attach_rss_emulation(
     let mut loaded_skeleton = open_skeleton.load().context("the kernel does not load rss_emulation.bpf.c")?;
     fs::create_dir_all(pin_path.parent().context("the pin has no directory")?)?;
     loaded_skeleton.maps.registers.pin(pin_path).with_context(|| format!("cannot pin {}", pin_path.display()))?;
-    write_registers(pin_path, rss)?;
+    write_rss_registers(pin_path, rss)?;
     attach_tc_program(switch, port, loaded_skeleton.progs.rss_emulation.as_fd(), TC_EGRESS, RSS_TC_PRIORITY)
         .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
 }
 
 /// Writes RSS key and indirection table into the emulated NIC registers, as the agent does with `manage_rss = true`.
 /// Fails when `pin_path` is not a pinned map of registers, or when the key does not have 40 bytes.
-pub fn write_registers(pin_path: &Path, rss: &RssConfig) -> anyhow::Result<()> {
+pub fn write_rss_registers(pin_path: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let generation = read_register_map(pin_path)?.mapping.generation.wrapping_add(1);
     let registers = rss.to_emulated_registers(generation)?;
     open_register_map(pin_path)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?;
@@ -64,14 +64,14 @@ pub fn write_registers(pin_path: &Path, rss: &RssConfig) -> anyhow::Result<()> {
 
 /// Adds `shift` to the indirection table indices of open TCP connections, until the registers are written again. A
 /// NIC's flow director has this effect (ATR of ixgbe and i40e). Fails when `pin_path` is not a pinned map of registers.
-pub fn shift_established_connections(pin_path: &Path, shift: u32) -> anyhow::Result<()> {
+pub fn shift_established_connection_queues(pin_path: &Path, shift: u32) -> anyhow::Result<()> {
     let registers = intf::emulated_rss { established_shift: shift, ..*read_register_map(pin_path)? };
     Ok(open_register_map(pin_path)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
 }
 
 /// Reads RSS key and indirection table from the emulated NIC registers. Fails when `pin_path` is not a pinned map of
 /// registers, or has no table.
-pub fn read_registers(pin_path: &Path) -> anyhow::Result<RssConfig> {
+pub fn read_rss_registers(pin_path: &Path) -> anyhow::Result<RssConfig> {
     Ok(RssConfig::from_emulated_registers(&*read_register_map(pin_path)?)?)
 }
 
@@ -90,7 +90,7 @@ fn read_register_map(pin_path: &Path) -> anyhow::Result<Box<intf::emulated_rss>>
 
 /// Attaches a native XDP program that passes all frames. A switch port needs the program to receive frames that its
 /// peer sends by XDP_TX (see xdp_pass.bpf.c). Fails when the device does not support native XDP.
-pub fn attach_xdp_pass(namespace: &NetworkNamespace, device: &str) -> anyhow::Result<()> {
+pub fn attach_xdp_pass_program(namespace: &NetworkNamespace, device: &str) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open_skeleton = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
     let loaded_skeleton = open_skeleton.load().context("the kernel does not load xdp_pass.bpf.c")?;
@@ -127,7 +127,7 @@ impl ReceiveQueueRecorder {
 
     /// Returns the receive queue and the hash of a flow's last frame, as the kernel reports them. Returns `None` if
     /// there is no frame or queue. Fails when the map cannot be read.
-    pub fn queue_and_hash(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
+    pub fn find_queue_and_hash(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
         let mut flow_key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
         flow_key[..flow.bytes().len()].copy_from_slice(&flow.bytes());
         let Some(bytes) = self.flow_map.lookup(&flow_key, MapFlags::ANY)? else { return Ok(None) };

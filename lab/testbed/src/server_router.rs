@@ -58,16 +58,16 @@ impl Testbed {
             }
             Some(_) => {
                 self.build_address_commands(address, SERVER_NETWORK_PREFIX.1, HOST_DEVICE)
-                    + &self.route_commands(DEFAULT_ROUTE_PREFIX, ROUTER_ADDRESS_AT_SERVERS)
+                    + &self.build_route_commands(DEFAULT_ROUTE_PREFIX, ROUTER_ADDRESS_AT_SERVERS)
             }
         }
     }
 
     /// Returns `ip` commands that add the route to the servers behind the router.
-    pub(crate) fn server_subnet_route_commands(&self) -> String {
+    pub(crate) fn build_server_subnet_route_commands(&self) -> String {
         match self.server_router() {
             None => String::new(),
-            Some(_) => self.route_commands(SERVER_NETWORK_PREFIX, SERVER_ROUTER_ADDRESS),
+            Some(_) => self.build_route_commands(SERVER_NETWORK_PREFIX, SERVER_ROUTER_ADDRESS),
         }
     }
 }

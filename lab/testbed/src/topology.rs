@@ -31,7 +31,7 @@ use crate::instance::TestbedInstance;
 use crate::namespace::{NetworkNamespace, run_ip_batch};
 use crate::process::{self, TestbedProcess};
 use crate::rss_emulation;
-use options::{LOAD_BALANCERS_MAX, MAX_SERVER_COUNT};
+use options::{MAX_LOAD_BALANCER_COUNT, MAX_SERVER_COUNT};
 pub use options::{TestbedOptions, TestbedVlans};
 
 /// Number of the [`seeded_rng`] stream from which the initial RSS keys of emulated NICs are drawn.
@@ -44,7 +44,7 @@ pub struct Testbed {
     options: TestbedOptions,
     instance: TestbedInstance,
     client: NetworkNamespace,
-    router: Option<NetworkNamespace>,
+    client_router: Option<NetworkNamespace>,
     server_router: Option<NetworkNamespace>,
     controller: NetworkNamespace,
     switch: NetworkNamespace,
@@ -98,7 +98,7 @@ impl Testbed {
         let instance = TestbedInstance::acquire(&options.instance_name)?;
         let mut testbed = Self {
             client: instance.namespace("client"),
-            router: options.router_mtu.map(|_| instance.namespace("router")),
+            client_router: options.router_mtu.map(|_| instance.namespace("router")),
             server_router: options.has_server_router.then(|| instance.namespace("server-router")),
             controller: instance.namespace("controller"),
             switch: instance.namespace("switch"),
@@ -136,14 +136,14 @@ impl Testbed {
         create_namespaces(&[&self.controller])?;
         self.connect_to_switch(&self.controller, "controller", 1, 1)?;
         self.set_up_access_port("controller", 0)?;
-        let server_subnet_routes = self.server_subnet_route_commands();
+        let server_subnet_routes = self.build_server_subnet_route_commands();
         run_ip_batch(
             Some(&self.controller),
             &(self.build_address_commands(CONTROLLER_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE)
                 + &server_subnet_routes),
         )?;
         self.create_server_router()?;
-        self.create_client_side()?;
+        self.create_client_and_router()?;
         self.set_up_access_port("client", self.vip_vlan())
     }
 
@@ -165,17 +165,17 @@ impl Testbed {
     /// kernel rejects a setting.
     pub fn add_load_balancer(&mut self) -> anyhow::Result<u16> {
         let number = self.load_balancers.len() as u16 + 1;
-        if number > LOAD_BALANCERS_MAX {
-            bail!("{number} load balancers in a testbed: expected at most {LOAD_BALANCERS_MAX}");
+        if number > MAX_LOAD_BALANCER_COUNT {
+            bail!("{number} load balancers in a testbed: expected at most {MAX_LOAD_BALANCER_COUNT}");
         }
         let name = load_balancer_name(number);
         let namespace = self.instance.namespace(&name);
         create_namespaces(&[&namespace])?;
         self.connect_to_switch(&namespace, &name, 1, 1)?;
         let ipv4_address = load_balancer_address(number);
-        let mut server_subnet_routes = self.server_subnet_route_commands();
+        let mut server_subnet_routes = self.build_server_subnet_route_commands();
         if self.options.routes_answers_via_load_balancer {
-            server_subnet_routes += &self.route_commands(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS);
+            server_subnet_routes += &self.build_route_commands(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS);
         }
         if self.options.family == AddressFamily::Ipv6 {
             // Without this route and without an XDP program, the kernel would route packets for VIPs
@@ -194,9 +194,9 @@ impl Testbed {
             ])?;
         }
         self.load_balancers.push(Some(namespace));
-        rss_emulation::attach_xdp_pass(&self.switch, &name)?;
+        rss_emulation::attach_xdp_pass_program(&self.switch, &name)?;
         // veth leaves checksums to a NIC, so a packet that XDP_TX returns would have an incomplete checksum.
-        self.set_offloads(&self.switch, &name, &["tx", "off"])?;
+        self.set_device_offloads(&self.switch, &name, &["tx", "off"])?;
         self.set_up_trunk_port(number, &name)?;
         Ok(number)
     }
@@ -252,7 +252,7 @@ impl Testbed {
         rss_emulation::attach_rss_emulation(
             &self.switch,
             &server_name,
-            &self.emulated_rss_path(number),
+            &self.emulated_rss_pin_path(number),
             &self.default_nic_rss_config(number)?,
         )?;
         self.set_up_access_port(&server_name, self.server_vlan(number))?;
@@ -295,11 +295,11 @@ impl Testbed {
     /// peer has TSO off (veth_skb_is_eligible_for_gro() in drivers/net/veth.c). The backlog without rings has 1000
     /// packets (net.core.netdev_max_backlog), so that about 40 packets to each of 31 servers overflow it.
     fn enable_receive_rings(&self, host: &NetworkNamespace, port: &str) -> anyhow::Result<()> {
-        self.set_offloads(&self.switch, port, &["tso", "off"])?;
-        self.set_offloads(host, HOST_DEVICE, &["gro", "on"])
+        self.set_device_offloads(&self.switch, port, &["tso", "off"])?;
+        self.set_device_offloads(host, HOST_DEVICE, &["gro", "on"])
     }
 
-    pub(crate) fn set_offloads(
+    pub(crate) fn set_device_offloads(
         &self,
         namespace: &NetworkNamespace,
         device: &str,
@@ -337,7 +337,7 @@ impl Testbed {
 
     /// Returns the namespace of the router in front of the client, if the testbed has one.
     pub fn client_router(&self) -> Option<&NetworkNamespace> {
-        self.router.as_ref()
+        self.client_router.as_ref()
     }
 
     /// Returns the namespace of load balancer `number`, counted from 1. Fails when it does not exist or was removed.
@@ -347,7 +347,7 @@ impl Testbed {
     }
 
     pub fn load_balancer_numbers(&self) -> Vec<u16> {
-        present_host_numbers(&self.load_balancers)
+        existing_host_numbers(&self.load_balancers)
     }
 
     /// Returns the namespace of the controllers' host.
@@ -373,7 +373,7 @@ impl Testbed {
     }
 
     pub fn server_numbers(&self) -> Vec<u16> {
-        present_host_numbers(&self.servers)
+        existing_host_numbers(&self.servers)
     }
 
     /// Returns the VIPs of the testbed. Every server has all VIPs.
@@ -404,7 +404,7 @@ impl Testbed {
     }
 
     /// Returns `ip` commands that add a route to `prefix` via `router`.
-    pub(crate) fn route_commands(&self, prefix: Ipv4Prefix, router: Ipv4Addr) -> String {
+    pub(crate) fn build_route_commands(&self, prefix: Ipv4Prefix, router: Ipv4Addr) -> String {
         let ipv4_command = format!("route add {}/{} via {router}\n", prefix.0, prefix.1);
         match self.has_ipv6() {
             false => ipv4_command,
@@ -453,7 +453,7 @@ impl Testbed {
     }
 
     /// Returns the path of the registers in a server's emulated NIC, a pinned map of `struct emulated_rss`.
-    pub fn emulated_rss_path(&self, number: u16) -> PathBuf {
+    pub fn emulated_rss_pin_path(&self, number: u16) -> PathBuf {
         self.server_pin_directory(number).join("emulated_rss")
     }
 
@@ -499,7 +499,7 @@ fn find_host_by_number(hosts: &[Option<NetworkNamespace>], number: u16) -> Optio
     hosts.get(usize::from(number).checked_sub(1)?)?.as_ref()
 }
 
-fn present_host_numbers(hosts: &[Option<NetworkNamespace>]) -> Vec<u16> {
+fn existing_host_numbers(hosts: &[Option<NetworkNamespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
 }
 

@@ -70,7 +70,7 @@ impl Testbed {
     }
 
     /// Creates the client's host, and the router in front of it if enabled.
-    pub(crate) fn create_client_side(&self) -> anyhow::Result<()> {
+    pub(crate) fn create_client_and_router(&self) -> anyhow::Result<()> {
         create_namespaces(&[self.client()])?;
         match self.client_router() {
             None => self.connect_to_switch(self.client(), "client", 1, 1)?,
@@ -82,7 +82,7 @@ impl Testbed {
                 &self.build_address_commands(self.client_ipv4_address(index), SEGMENT_PREFIX_LENGTH, HOST_DEVICE);
         }
         if self.client_router().is_some() {
-            client_commands += &self.route_commands(DEFAULT_ROUTE_PREFIX, ROUTER_ADDRESS_AT_CLIENT);
+            client_commands += &self.build_route_commands(DEFAULT_ROUTE_PREFIX, ROUTER_ADDRESS_AT_CLIENT);
         }
         run_ip_batch(Some(self.client()), &client_commands)?;
         let multipath_sysctl = "fib_multipath_hash_policy";
@@ -116,8 +116,9 @@ impl Testbed {
     /// Returns `ip` commands that add a server's route to the client.
     pub(crate) fn build_client_route_commands(&self) -> String {
         if self.options().routes_answers_via_load_balancer {
-            return self.route_commands(DEFAULT_ROUTE_PREFIX, load_balancer_address(1));
+            return self.build_route_commands(DEFAULT_ROUTE_PREFIX, load_balancer_address(1));
         }
-        self.client_router().map_or_else(String::new, |_| self.route_commands(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS))
+        self.client_router()
+            .map_or_else(String::new, |_| self.build_route_commands(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS))
     }
 }

@@ -55,7 +55,7 @@ impl Testbed {
         let loaded_skeleton = open_skeleton.load().context("the kernel does not load access_port.bpf.c")?;
         attach_tc_program(self.switch(), port, loaded_skeleton.progs.from_trunk.as_fd(), TC_INGRESS, VLAN_TC_PRIORITY)?;
         // veth passes tags outside of the frame, where XDP cannot read them.
-        self.set_offloads(self.switch(), port, &["txvlan", "off"])?;
+        self.set_device_offloads(self.switch(), port, &["txvlan", "off"])?;
         let mac = self.load_balancer(number)?.read_device_mac_address(HOST_DEVICE)?;
         let lb_address = self.options().family.host_address(load_balancer_address(number));
         run_ip_batch(

@@ -49,7 +49,12 @@ impl Agent {
         }
         let counters = counters_by_name(&self.bpf_programs.counters(), &self.steering).into_iter();
         let counters: BTreeMap<String, u64> = counters.chain(self.decapsulator.named_counters()).collect();
-        component::add_server_counters(&mut snapshot, server_name, self.syn_queue_match_counts(), counters.iter());
+        component::add_server_counters(
+            &mut snapshot,
+            server_name,
+            self.syn_match_and_mismatch_counts(),
+            counters.iter(),
+        );
         let dispatched_services =
             self.dispatcher.as_ref().map(dispatch::dispatched_service_reports).unwrap_or_default();
         component::add_dispatch_counters(&mut snapshot, server_name, &dispatched_services);

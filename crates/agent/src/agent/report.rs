@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime};
 use coreward_dataplane::clock::monotonic_ns;
 use coreward_dataplane::server;
 use coreward_intf as intf;
-use coreward_model::load::CoreReadings;
-use coreward_wire::{AgentReport, AgentReportDetails, ReportedRss, remove_displayed_lists_if_oversized, v1};
+use coreward_model::load::CoreBusyTimeReadings;
+use coreward_wire::{AgentReport, AgentReportDetails, ReportedRss, shrink_oversized_report, v1};
 
 use super::Agent;
 use crate::report_state::SentReportState;
@@ -27,11 +27,11 @@ impl Agent {
         report_state: &SentReportState,
         extra_warnings: &[String],
     ) -> Option<v1::Report> {
-        let measurement_time_ns = self.read_core_busy_times()?;
+        let measurement_time_ns = self.read_busy_times_and_clock()?;
         self.report_sequence_number += 1;
         // This does not wait for maintenance, because packets for a server are dropped until its MAC address is known.
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
-        self.connection_counter.collect_and_start_counts(self.applied_configuration.as_ref());
+        self.connection_counter.store_result_and_start_count(self.applied_configuration.as_ref());
         let rss_generation = self.rss_manager.settings_change_count();
         let changed_rss = (rss_generation != report_state.sent_rss_generation()).then(|| ReportedRss {
             source: self.rss_manager.settings_source_name().to_owned(),
@@ -39,17 +39,17 @@ impl Agent {
         });
         let counters = self.bpf_programs.counters();
         let warnings = self.own_and_extra_warnings(extra_warnings);
-        let needs_details = report_state.needs_details(self.applied_configuration.as_ref(), &warnings);
+        let needs_details = report_state.next_report_needs_details(self.applied_configuration.as_ref(), &warnings);
         let details = needs_details.then(|| self.build_report_details(&counters, warnings));
         let report = AgentReport {
             sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
             time_to_live: (self.report_interval() * REPORT_LIFETIME_IN_INTERVALS).max(MIN_REPORT_LIFETIME),
-            readings: CoreReadings {
-                report_sequence: self.report_sequence_number,
-                measured_ns: measurement_time_ns,
-                busy_ns: self.core_busy_ns.clone(),
+            readings: CoreBusyTimeReadings {
+                report_sequence_number: self.report_sequence_number,
+                measured_at_ns: measurement_time_ns,
+                busy_ns_by_core: self.core_busy_ns.clone(),
             },
-            open_connection_count: connections::open_connection_count(),
+            open_connection_count: connections::open_tcp_connection_count(),
             rss_generation,
             rss: changed_rss,
             rss_matched_syn_count: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
@@ -57,12 +57,12 @@ impl Agent {
             configuration_generation: self.confirmed_config_generation(),
             details,
         };
-        Some(remove_displayed_lists_if_oversized(report.into()))
+        Some(shrink_oversized_report(report.into()))
     }
 
     /// Reads the cores' busy times, and logs when they become unknown or known again. Returns the time of the reading
     /// in ns, or `None` if the busy times are unknown.
-    fn read_core_busy_times(&mut self) -> Option<u64> {
+    fn read_busy_times_and_clock(&mut self) -> Option<u64> {
         self.core_busy_ns.clear();
         let measurement_time_ns = monotonic_ns();
         let load_read_error =
@@ -86,7 +86,7 @@ impl Agent {
 
     fn build_report_details(
         &self,
-        counters: &[u64; server::COUNTER_COUNT],
+        counters: &[u64; server::SERVER_COUNTER_COUNT],
         warnings: Vec<String>,
     ) -> AgentReportDetails {
         AgentReportDetails {
@@ -113,7 +113,7 @@ impl Agent {
 }
 
 pub(super) fn counters_by_name(
-    counters: &[u64; server::COUNTER_COUNT],
+    counters: &[u64; server::SERVER_COUNTER_COUNT],
     steering: &ConnectionSteering,
 ) -> Vec<(String, u64)> {
     let server_counters = server::COUNTER_NAMES.into_iter().zip(*counters);

@@ -3,19 +3,19 @@ use coreward_dataplane::cpu_load::CpuBusyTimeCounter;
 use super::LoadSource;
 
 #[derive(Debug)]
-pub struct CpuLoadSource {
+pub struct CpuBusyTimeSource {
     cpu_load_program: CpuBusyTimeCounter,
     cpu_of_queue: Vec<usize>,
 }
 
-impl CpuLoadSource {
+impl CpuBusyTimeSource {
     /// Loads the BPF program that counts the CPUs' busy times. Fails when the kernel rejects it.
     pub fn start() -> anyhow::Result<Self> {
         Ok(Self { cpu_load_program: CpuBusyTimeCounter::start()?, cpu_of_queue: vec![] })
     }
 }
 
-impl LoadSource for CpuLoadSource {
+impl LoadSource for CpuBusyTimeSource {
     fn append_busy_times(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
         busy_ns.extend(self.cpu_of_queue.iter().map(|cpu| self.cpu_load_program.cpu_busy_ns(*cpu)));
         Ok(())

@@ -9,7 +9,7 @@ use anyhow::{Context as _, ensure};
 use super::LoadSource;
 
 /// Maximum size of the load file in bytes. It suffices for the maximum number of cores in a report.
-const MAX_FILE_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
+const MAX_LOAD_FILE_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
 
 #[derive(Debug)]
 pub struct PublishedLoadFile {
@@ -28,7 +28,7 @@ impl PublishedLoadFile {
             Some(file) => file,
             None => self.open_file.insert(File::open(&self.load_file_path)?),
         };
-        let mut bytes = [0; MAX_FILE_BYTES];
+        let mut bytes = [0; MAX_LOAD_FILE_BYTES];
         let length = file.read_at(&mut bytes, 0)?;
         ensure!(length > 0 && length.is_multiple_of(8), "the file has {length} bytes: expected 8 per core");
         busy_ns.extend(

@@ -9,7 +9,7 @@ use std::net::IpAddr;
 
 use coreward_dataplane::ethtool::{self, ETH_FLAG_LRO, ETH_FLAG_NTUPLE, ETH_FLAG_RXVLAN, receive_queue_count};
 use coreward_model::rss::RssConfig;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 
 use super::{RssDevice, RssError, RssSettings};
 
@@ -75,13 +75,13 @@ pub fn driver_name(interface: &str) -> io::Result<String> {
 }
 
 /// Returns whether the device merges received packets in hardware (large receive offload, LRO).
-pub fn has_lro(interface: &str) -> io::Result<bool> {
-    Ok(ethtool::offload_flags(interface)? & ETH_FLAG_LRO != 0)
+pub fn is_lro_enabled(interface: &str) -> io::Result<bool> {
+    Ok(ethtool::read_offload_flags(interface)? & ETH_FLAG_LRO != 0)
 }
 
 /// Returns whether the device strips VLAN tags from received packets, so that XDP programs see no tag.
 pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
-    Ok(ethtool::offload_flags(interface)? & ETH_FLAG_RXVLAN != 0)
+    Ok(ethtool::read_offload_flags(interface)? & ETH_FLAG_RXVLAN != 0)
 }
 
 /// Returns the value of a private flag of the driver (`ethtool --show-priv-flags`), or `None` if it has no such flag.
@@ -97,22 +97,22 @@ pub fn read_private_flag(interface: &str, flag_name: &str) -> Option<bool> {
 
 /// Kind of traffic whose hashed fields are set separately, as by `ethtool -N DEVICE rx-flow-hash`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum FlowType {
+pub enum RssFlowType {
     Tcp4,
     Udp4,
     Tcp6,
     Udp6,
 }
 
-impl FlowType {
+impl RssFlowType {
     pub const ALL: [Self; 4] = [Self::Tcp4, Self::Udp4, Self::Tcp6, Self::Udp6];
 
-    pub fn new(protocol: Protocol, address: IpAddr) -> Self {
+    pub fn new(protocol: TransportProtocol, address: IpAddr) -> Self {
         match (protocol, address.is_ipv6()) {
-            (Protocol::Tcp, false) => Self::Tcp4,
-            (Protocol::Udp, false) => Self::Udp4,
-            (Protocol::Tcp, true) => Self::Tcp6,
-            (Protocol::Udp, true) => Self::Udp6,
+            (TransportProtocol::Tcp, false) => Self::Tcp4,
+            (TransportProtocol::Udp, false) => Self::Udp4,
+            (TransportProtocol::Tcp, true) => Self::Tcp6,
+            (TransportProtocol::Udp, true) => Self::Udp6,
         }
     }
 
@@ -138,19 +138,19 @@ impl FlowType {
 }
 
 /// Returns whether the NIC also hashes the ports for a flow type, or `None` if the driver does not report this.
-pub fn hashes_ports(interface: &str, flow_type: FlowType) -> Option<bool> {
+pub fn hashes_ports(interface: &str, flow_type: RssFlowType) -> Option<bool> {
     read_hash_fields(interface, flow_type)
         .ok()
         .map(|fields| fields & RXH_ADDRESSES_AND_PORTS == RXH_ADDRESSES_AND_PORTS)
 }
 
-fn read_hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
+fn read_hash_fields(interface: &str, flow_type: RssFlowType) -> io::Result<u64> {
     read_rxnfc_data(interface, ETHTOOL_GRXFH, flow_type.kernel_flow_type())
 }
 
 /// Returns whether flow rules are enabled (ntuple), and the number of flow rules.
-pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
-    let is_ntuple_on = ethtool::offload_flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
+pub fn flow_rule_support_and_count(interface: &str) -> (bool, u64) {
+    let is_ntuple_on = ethtool::read_offload_flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
     let mut rule_count_request = [0; RXNFC_WORD_COUNT];
     rule_count_request[0] = ETHTOOL_GRXCLSRLCNT;
     let rule_count = execute_ethtool_request(interface, &mut rule_count_request)
@@ -176,7 +176,7 @@ pub struct EthtoolRssDevice {
 }
 
 /// Decoded answer of a driver to the ioctl ETHTOOL_GRSSH, which returns the RSS settings.
-struct RxfhReply {
+struct EthtoolRxfhReply {
     settings: RssSettings,
     hash_function: u8,
 }
@@ -193,7 +193,7 @@ impl EthtoolRssDevice {
         RssError::Io { operation: format!("{}: {ioctl_command}", self.interface), source }
     }
 
-    fn read_rxfh(&self) -> Result<RxfhReply, RssError> {
+    fn read_rxfh(&self) -> Result<EthtoolRxfhReply, RssError> {
         let to_rss_error = |error| self.ioctl_error("ETHTOOL_GRSSH", error);
         let mut sizes_request = [ETHTOOL_GRSSH, 0, 0, 0, 0, 0];
         execute_ethtool_request(&self.interface, &mut sizes_request).map_err(to_rss_error)?;
@@ -209,7 +209,7 @@ impl EthtoolRssDevice {
         let (table, key) = request[RXFH_HEADER_WORD_COUNT..].split_at(entry_count);
         let key: Vec<u8> = key.iter().flat_map(|key_word| key_word.to_ne_bytes()).take(key_length).collect();
         let key = (!key.is_empty()).then_some(key);
-        Ok(RxfhReply {
+        Ok(EthtoolRxfhReply {
             settings: RssSettings { key, indirection_table: table.to_vec(), input_transform },
             hash_function,
         })
@@ -248,7 +248,7 @@ impl RssDevice for EthtoolRssDevice {
             );
         }
         // If the driver does not report the fields, it hashes the addresses and ports of TCP packets.
-        if let Ok(fields) = read_hash_fields(&self.interface, FlowType::Tcp4)
+        if let Ok(fields) = read_hash_fields(&self.interface, RssFlowType::Tcp4)
             && fields & RXH_ADDRESSES_AND_PORTS != RXH_ADDRESSES_AND_PORTS
         {
             return Err(self.unsupported_hash_error(&format!(
@@ -257,7 +257,7 @@ impl RssDevice for EthtoolRssDevice {
             )));
         }
         let fallback_key = if rxfh_reply.settings.key.is_none() { read_netdev_rss_key()? } else { Vec::new() };
-        rxfh_reply.settings.into_config(&self.interface, &fallback_key)
+        rxfh_reply.settings.to_checked_config(&self.interface, &fallback_key)
     }
 
     fn table_entry_count(&self) -> Result<usize, RssError> {
@@ -320,7 +320,7 @@ mod tests {
         assert!(error.to_string().starts_with("nonexistent0: ETHTOOL_GRSSH: No such device"), "{error}");
         assert_eq!(EthtoolRssDevice::new("lo").receive_queue_count(), 1);
         assert!(receive_queue_count("a-name-that-is-too-long").is_err());
-        assert!(driver_name("nonexistent0").is_err() && hashes_ports("lo", FlowType::Udp6).is_none());
+        assert!(driver_name("nonexistent0").is_err() && hashes_ports("lo", RssFlowType::Udp6).is_none());
         assert_eq!((strips_vlan_tags("lo").ok(), read_private_flag("lo", "flow-director-atr")), (Some(false), None));
     }
 

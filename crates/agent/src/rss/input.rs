@@ -69,7 +69,7 @@ impl InputTransformCandidate {
     fn observe_samples(&mut self, rss_config: &RssConfig, samples: &[intf::rss_sample]) -> Option<RssInputTransform> {
         let transformed_key = rss_config.key.with_input_transform(self.input_transform);
         for sample in samples {
-            let Some(four_tuple) = sample_four_tuple(sample) else { continue };
+            let Some(four_tuple) = sampled_four_tuple(sample) else { continue };
             let predicted_queue =
                 rss_config.indirection_table.queue_for_hash(transformed_key.toeplitz_hash(&four_tuple.bytes()));
             let match_count = if predicted_queue == sample.actual_queue {
@@ -89,7 +89,7 @@ impl InputTransformCandidate {
 }
 
 /// Returns the addresses and ports of the sampled packet, or `None` if a newer sample is overwriting them.
-fn sample_four_tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
+fn sampled_four_tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
     let source = SocketAddr::new(address_from_words(sample.source_address), u16::from_be(sample.source_port));
     let destination =
         SocketAddr::new(address_from_words(sample.destination_address), u16::from_be(sample.destination_port));
@@ -101,19 +101,19 @@ mod tests {
     use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
     use coreward_model::rss::{IndirectionTable, RssKey};
-    use coreward_model::tuple::address_words;
+    use coreward_model::tuple::address_to_words;
 
     use super::*;
 
     fn rss_config() -> RssConfig {
         RssConfig {
             key: RssKey::microsoft_verification_key(),
-            indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap(),
+            indirection_table: IndirectionTable::draw_balanced_entries(1, 128, 4).unwrap(),
         }
     }
 
     /// Returns samples of SYNs from many clients, on the receive queues that a NIC with this input transform selects.
-    fn syn_samples(
+    fn build_syn_samples(
         input_transform: Option<RssInputTransform>,
         sample_numbers: std::ops::Range<u32>,
     ) -> Vec<intf::rss_sample> {
@@ -128,8 +128,8 @@ mod tests {
                 )
             };
             let mut sample = intf::rss_sample {
-                source_address: address_words(client),
-                destination_address: address_words(vip),
+                source_address: address_to_words(client),
+                destination_address: address_to_words(vip),
                 source_port: (40_000 + 7 * sequence as u16).to_be(),
                 destination_port: 80u16.to_be(),
                 sequence,
@@ -140,7 +140,7 @@ mod tests {
                     rss_config()
                         .key
                         .with_input_transform(input)
-                        .toeplitz_hash(&sample_four_tuple(&sample).unwrap().bytes()),
+                        .toeplitz_hash(&sampled_four_tuple(&sample).unwrap().bytes()),
                 )
             };
             sample.actual_queue = input_transform.map_or(sequence as u16 % 4, predict_queue);
@@ -153,14 +153,14 @@ mod tests {
     fn accidental_match_does_not_select_an_input_transform() {
         for input in [RssInputTransform::SymmetricXor, RssInputTransform::SymmetricOrXor] {
             let mut search = InputTransformSearch::default();
-            assert_eq!(search.observe_samples(&rss_config(), &syn_samples(Some(input), 1..5)), None, "too few");
-            assert_eq!(search.observe_samples(&rss_config(), &syn_samples(Some(input), 5..100)), Some(input));
+            assert_eq!(search.observe_samples(&rss_config(), &build_syn_samples(Some(input), 1..5)), None, "too few");
+            assert_eq!(search.observe_samples(&rss_config(), &build_syn_samples(Some(input), 5..100)), Some(input));
             assert_eq!(search.last_sample_number(), 99);
         }
         let mut search = InputTransformSearch::default();
-        assert_eq!(search.observe_samples(&rss_config(), &syn_samples(None, 1..200)), None);
+        assert_eq!(search.observe_samples(&rss_config(), &build_syn_samples(None, 1..200)), None);
         assert_eq!(
-            search.observe_samples(&rss_config(), &syn_samples(Some(RssInputTransform::None), 200..400)),
+            search.observe_samples(&rss_config(), &build_syn_samples(Some(RssInputTransform::None), 200..400)),
             None,
             "as it is shown"
         );
@@ -171,7 +171,7 @@ mod tests {
         let symmetric_config =
             RssConfig { key: rss_config().key.with_input_transform(RssInputTransform::SymmetricOrXor), ..rss_config() };
         let mut search = InputTransformSearch::default();
-        let untransformed_samples = syn_samples(Some(RssInputTransform::None), 1..100);
+        let untransformed_samples = build_syn_samples(Some(RssInputTransform::None), 1..100);
         assert_eq!(search.observe_samples(&symmetric_config, &untransformed_samples), Some(RssInputTransform::None));
     }
 }

@@ -11,10 +11,10 @@ use crate::saved_settings::SettingsStore;
 pub struct DesiredRssSettings {
     pub rss_key: RssKey,
     /// Id of this server, which is the seed for its balanced indirection table.
-    pub table_seed: ServerId,
+    pub indirection_table_seed: ServerId,
 }
 
-pub struct RssManager {
+pub struct NicRssConfigurator {
     rss_device: Box<dyn RssDevice>,
     /// Settings that the agent sets on the NIC, or `None` if it only reads the NIC's settings.
     desired_rss: Option<DesiredRssSettings>,
@@ -26,7 +26,7 @@ pub struct RssManager {
     rss_problem: Option<String>,
 }
 
-impl RssManager {
+impl NicRssConfigurator {
     pub fn new(rss_device: Box<dyn RssDevice>) -> Self {
         let mut manager = Self {
             rss_device,
@@ -116,7 +116,7 @@ impl RssManager {
                 Some(RssConfig { key: rss.key.with_input_transform(input_transform), ..rss })
             }
             Err(error) => {
-                self.record_error(error);
+                self.record_read_error(error);
                 None
             }
         };
@@ -126,7 +126,7 @@ impl RssManager {
         }
     }
 
-    fn record_error(&mut self, error: RssError) {
+    fn record_read_error(&mut self, error: RssError) {
         let rss_problem = format!("RSS is not known: {error}");
         if self.rss_problem.as_ref() != Some(&rss_problem) {
             let source = self.rss_device.settings_source_name();
@@ -164,8 +164,11 @@ impl RssManager {
         settings_store: &mut SettingsStore,
     ) -> anyhow::Result<()> {
         let entry_count = self.rss_device.table_entry_count()?;
-        let table =
-            IndirectionTable::balanced(desired_rss.table_seed.get().into(), entry_count, self.receive_queue_count)?;
+        let table = IndirectionTable::draw_balanced_entries(
+            desired_rss.indirection_table_seed.get().into(),
+            entry_count,
+            self.receive_queue_count,
+        )?;
         let current_settings = self.rss_device.read_unchecked_settings();
         let desired_settings = RssSettings {
             key: Some(desired_rss.rss_key.key_bytes().to_vec()),
@@ -263,7 +266,7 @@ mod tests {
             Ok(self.lock().unwrap().settings.clone())
         }
         fn read_config(&self) -> Result<RssConfig, RssError> {
-            self.lock().unwrap().settings.into_config("nic0", &[9; 40])
+            self.lock().unwrap().settings.to_checked_config("nic0", &[9; 40])
         }
         fn table_entry_count(&self) -> Result<usize, RssError> {
             Ok(self.lock().unwrap().settings.indirection_table.len())
@@ -286,12 +289,15 @@ mod tests {
     }
 
     fn desired_rss() -> DesiredRssSettings {
-        DesiredRssSettings { rss_key: RssKey::microsoft_verification_key(), table_seed: 7.try_into().unwrap() }
+        DesiredRssSettings {
+            rss_key: RssKey::microsoft_verification_key(),
+            indirection_table_seed: 7.try_into().unwrap(),
+        }
     }
 
     #[test]
     fn rss_with_unusable_table_length_is_unknown() {
-        let manager = RssManager::new(Box::new(new_fake_nic(100, true)));
+        let manager = NicRssConfigurator::new(Box::new(new_fake_nic(100, true)));
         assert_eq!((manager.known_rss(), manager.settings_change_count()), (None, 1));
         assert_eq!(
             manager.rss_problem(),
@@ -302,7 +308,7 @@ mod tests {
     #[test]
     fn rss_changes_by_other_programs_are_detected() {
         let device = new_fake_nic(128, false);
-        let mut manager = RssManager::new(Box::new(device.clone()));
+        let mut manager = NicRssConfigurator::new(Box::new(device.clone()));
         assert_eq!(manager.known_rss().unwrap().key.key_bytes(), [9; 40]);
         device.lock().unwrap().settings.indirection_table[0] = 3;
         manager.read_settings();
@@ -327,9 +333,9 @@ mod tests {
             let device = new_fake_nic(64, accepts_key);
             let original_settings = device.lock().unwrap().settings.clone();
             let mut settings_store = SettingsStore::open(&pin_directory).unwrap();
-            let mut manager = RssManager::new(Box::new(device.clone()));
+            let mut manager = NicRssConfigurator::new(Box::new(device.clone()));
             manager.start_managing_rss(desired_rss(), &mut settings_store);
-            let balanced_table = IndirectionTable::balanced(7, 64, 4).unwrap();
+            let balanced_table = IndirectionTable::draw_balanced_entries(7, 64, 4).unwrap();
             assert_eq!(manager.known_rss().unwrap().indirection_table, balanced_table);
             assert_eq!(
                 (
@@ -349,7 +355,7 @@ mod tests {
             // The process is killed, but the next one still knows the original settings.
             drop((manager, settings_store));
             let mut settings_store = SettingsStore::open(&pin_directory).unwrap();
-            let mut manager = RssManager::new(Box::new(device.clone()));
+            let mut manager = NicRssConfigurator::new(Box::new(device.clone()));
             manager.start_managing_rss(desired_rss(), &mut settings_store);
             manager.restore_original_settings(&mut settings_store);
             assert_eq!(device.lock().unwrap().settings, original_settings);

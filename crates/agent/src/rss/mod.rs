@@ -40,7 +40,7 @@ pub enum RssError {
     UnsupportedHash { interface: String, found: String },
     /// The number of entries or a queue number in the indirection table is invalid.
     #[error("{interface}: {source}")]
-    InvalidTable { interface: String, source: IndirectionTableError },
+    InvalidIndirectionTable { interface: String, source: IndirectionTableError },
     /// The RSS key has an unsupported length.
     #[error("{interface}: {source}")]
     InvalidKey { interface: String, source: RssKeyLengthError },
@@ -56,11 +56,11 @@ pub enum RssError {
 impl RssSettings {
     /// Returns the checked settings, with `fallback_key` if the key could not be read. Fails if the indirection table
     /// or the key has an invalid length.
-    pub fn into_config(&self, interface: &str, fallback_key: &[u8]) -> Result<RssConfig, RssError> {
+    pub fn to_checked_config(&self, interface: &str, fallback_key: &[u8]) -> Result<RssConfig, RssError> {
         let rss_key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
             .map_err(|source| RssError::InvalidKey { interface: interface.to_owned(), source })?;
         let indirection_table = IndirectionTable::new(&self.indirection_table)
-            .map_err(|source| RssError::InvalidTable { interface: interface.to_owned(), source })?;
+            .map_err(|source| RssError::InvalidIndirectionTable { interface: interface.to_owned(), source })?;
         let input_transform = RssInputTransform::try_from(u32::from(self.input_transform)).map_err(|error| {
             RssError::UnsupportedHash {
                 interface: interface.to_owned(),

@@ -7,10 +7,10 @@
 use coreward_model::rss::IndirectionTable;
 
 /// Natural logarithm of the odds at which the verifier decides on a verdict.
-const DECISION_LOG_ODDS: f64 = 13.8; // ln 10^6
+const RSS_VERDICT_LOG_ODDS: f64 = 13.8; // ln 10^6
 /// Expected fraction of SYNs on other queues than predicted, although the NIC uses the table. For example, a flow rule
 /// may redirect them.
-const EXPECTED_MISMATCH_FRACTION: f64 = 0.02;
+const EXPECTED_QUEUE_MISMATCH_FRACTION: f64 = 0.02;
 
 /// Verdict on whether the NIC uses the indirection table that its driver reports.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
@@ -38,7 +38,7 @@ impl std::fmt::Display for RssTableVerdict {
 pub struct RssTableVerifier {
     verdict: RssTableVerdict,
     /// Natural logarithm of the likelihood ratio between "the NIC does not use the table" and "the NIC uses the table".
-    log_odds: f64,
+    log_odds_against_table: f64,
     last_matched_and_mismatched_counts: Option<(u64, u64)>,
 }
 
@@ -54,16 +54,18 @@ impl RssTableVerifier {
         let (previous_matched_count, previous_mismatched_count) =
             self.last_matched_and_mismatched_counts.replace((matched_count, mismatched_count)).unwrap_or_default();
         let chance_probability = chance_match_probability(table);
-        if chance_probability > 1.0 - EXPECTED_MISMATCH_FRACTION {
+        if chance_probability > 1.0 - EXPECTED_QUEUE_MISMATCH_FRACTION {
             return self.verdict;
         }
         let new_matches = matched_count.saturating_sub(previous_matched_count) as f64;
         let new_mismatches = mismatched_count.saturating_sub(previous_mismatched_count) as f64;
-        self.log_odds += new_mismatches * ((1.0 - chance_probability) / EXPECTED_MISMATCH_FRACTION).ln()
-            + new_matches * (chance_probability / (1.0 - EXPECTED_MISMATCH_FRACTION)).ln();
-        if self.log_odds.abs() >= DECISION_LOG_ODDS {
-            self.verdict = if self.log_odds > 0.0 { RssTableVerdict::NotInForce } else { RssTableVerdict::InForce };
-            self.log_odds = 0.0;
+        self.log_odds_against_table += new_mismatches
+            * ((1.0 - chance_probability) / EXPECTED_QUEUE_MISMATCH_FRACTION).ln()
+            + new_matches * (chance_probability / (1.0 - EXPECTED_QUEUE_MISMATCH_FRACTION)).ln();
+        if self.log_odds_against_table.abs() >= RSS_VERDICT_LOG_ODDS {
+            self.verdict =
+                if self.log_odds_against_table > 0.0 { RssTableVerdict::NotInForce } else { RssTableVerdict::InForce };
+            self.log_odds_against_table = 0.0;
         }
         self.verdict
     }
@@ -92,11 +94,11 @@ mod tests {
     use super::*;
 
     fn four_queue_table() -> IndirectionTable {
-        IndirectionTable::balanced(1, 128, 4).unwrap()
+        IndirectionTable::draw_balanced_entries(1, 128, 4).unwrap()
     }
 
     #[test]
-    fn verdict_requires_a_few_dozen_syns() {
+    fn rss_table_verdict_requires_dozens_of_syns() {
         let mut verifier = RssTableVerifier::default();
         assert_eq!(verifier.observe_counts(&four_queue_table(), 9, 0), RssTableVerdict::Undecided);
         assert_eq!(verifier.observe_counts(&four_queue_table(), 20, 0), RssTableVerdict::InForce);
@@ -109,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn table_change_is_detected_even_after_many_matches() {
+    fn rss_table_change_is_detected_after_many_matches() {
         let mut verifier = RssTableVerifier::default();
         verifier.observe_counts(&four_queue_table(), 1_000_000, 0);
         assert_eq!(verifier.observe_counts(&four_queue_table(), 1_000_008, 24), RssTableVerdict::NotInForce);
@@ -119,8 +121,8 @@ mod tests {
     }
 
     #[test]
-    fn verdict_is_undecided_with_a_single_queue() {
-        let table = IndirectionTable::balanced(1, 128, 1).unwrap();
+    fn rss_table_verdict_is_undecided_with_one_queue() {
+        let table = IndirectionTable::draw_balanced_entries(1, 128, 1).unwrap();
         assert_eq!(RssTableVerifier::default().observe_counts(&table, 100, 0), RssTableVerdict::Undecided);
     }
 }

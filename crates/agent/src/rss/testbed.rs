@@ -12,24 +12,25 @@ use super::{RssDevice, RssError, RssSettings};
 
 #[derive(Debug)]
 pub struct TestbedRssDevice {
-    register_map_pin: PathBuf,
+    register_map_pin_path: PathBuf,
     interface: String,
     table_entry_count: usize,
 }
 
 impl TestbedRssDevice {
-    /// Returns the emulated NIC `interface`. Its registers are in the map pinned at `register_map_pin`, and its
+    /// Returns the emulated NIC `interface`. Its registers are in the map pinned at `register_map_pin_path`, and its
     /// indirection table has `table_entry_count` entries.
-    pub fn new(register_map_pin: PathBuf, interface: &str, table_entry_count: usize) -> Self {
-        Self { register_map_pin, interface: interface.to_owned(), table_entry_count }
+    pub fn new(register_map_pin_path: PathBuf, interface: &str, table_entry_count: usize) -> Self {
+        Self { register_map_pin_path, interface: interface.to_owned(), table_entry_count }
     }
 
     fn io_error(&self, source: std::io::Error) -> RssError {
-        RssError::Io { operation: format!("emulated NIC {}", self.register_map_pin.display()), source }
+        RssError::Io { operation: format!("emulated NIC {}", self.register_map_pin_path.display()), source }
     }
 
     fn open_register_map(&self) -> Result<MapHandle, RssError> {
-        MapHandle::from_pinned_path(&self.register_map_pin).map_err(|error| self.io_error(std::io::Error::other(error)))
+        MapHandle::from_pinned_path(&self.register_map_pin_path)
+            .map_err(|error| self.io_error(std::io::Error::other(error)))
     }
 
     fn read_registers(&self) -> Result<Box<intf::emulated_rss>, RssError> {
@@ -86,7 +87,7 @@ impl RssDevice for TestbedRssDevice {
                     .unwrap_or(current.indirection_table),
             },
             // Reading fails if the registers were never written.
-            Err(_) => settings.into_config(&self.interface, &[])?,
+            Err(_) => settings.to_checked_config(&self.interface, &[])?,
         };
         let generation = old_registers.mapping.generation.wrapping_add(1);
         let new_registers = rss_config

@@ -1,10 +1,10 @@
 //! Steers the connections that RSS sends to core k to the worker of core k.
 //!
 //! The server application is unmodified and may already run. Once a second
-//! [`ConnectionSteering::update_and_list_warnings`] compares its listening sockets with the steered ones. A difference
-//! means that the application started, was reloaded with another number of workers, or respawned a worker. Then the
-//! epoll sets of all processes are searched ([`coreward_dataplane::listeners`]), new sockets are stored in the BPF
-//! array, and queues are assigned to them ([`assign`]).
+//! [`ConnectionSteering::update_sockets_and_list_warnings`] compares its listening sockets with the steered ones. A
+//! difference means that the application started, was reloaded with another number of workers, or respawned a worker.
+//! Then the epoll sets of all processes are searched ([`coreward_dataplane::listeners`]), new sockets are stored in the
+//! BPF array, and queues are assigned to them ([`assign`]).
 
 pub mod assign;
 
@@ -20,24 +20,24 @@ use coreward_dataplane::listeners::{self, ServiceSocket};
 use coreward_dataplane::reuseport;
 use coreward_dataplane::sockets::SocketInode;
 use coreward_dataplane::sockets::counts::list_listening_sockets;
-use coreward_dataplane::steer::{self, SteerCounters, SteerProgram as Program};
+use coreward_dataplane::steer::{self, ConnectionSteeringCounters, ConnectionSteeringProgram as Program};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 
-use crate::config::SteeringMode;
+use crate::config::ConnectionSteeringMode;
 
 /// Maximum interval between two searches for workers. They are repeated because workers may be pinned to other CPUs.
-const MAX_EPOLL_SEARCH_INTERVAL: Duration = Duration::from_secs(30);
+const MAX_WORKER_SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Steering of the connections of all services on this server to workers. It remains active after this value is
 /// dropped.
 #[derive(Debug)]
 pub struct ConnectionSteering {
-    steering_mode: SteeringMode,
+    steering_mode: ConnectionSteeringMode,
     pin_directory: PathBuf,
     services: BTreeMap<SocketAddr, SteeredService>,
     /// Counters of all services that are or were steered. Former services are included, so that no total decreases.
-    counters_by_service: BTreeMap<SocketAddr, SteerCounters>,
+    counters_by_service: BTreeMap<SocketAddr, ConnectionSteeringCounters>,
 }
 
 #[derive(Debug)]
@@ -64,7 +64,7 @@ struct IncompleteWorkerSearch {
 impl IncompleteWorkerSearch {
     fn is_retry_due(&self, now: Instant) -> bool {
         now.duration_since(self.last_search_time)
-            >= (self.last_search_time.duration_since(self.first_search_time) / 4).min(MAX_EPOLL_SEARCH_INTERVAL)
+            >= (self.last_search_time.duration_since(self.first_search_time) / 4).min(MAX_WORKER_SEARCH_INTERVAL)
     }
 }
 
@@ -77,10 +77,11 @@ struct SteeredSockets {
 }
 
 impl ConnectionSteering {
-    pub fn new(steering_mode: SteeringMode, pin_directory: &Path) -> Self {
+    pub fn new(steering_mode: ConnectionSteeringMode, pin_directory: &Path) -> Self {
         // Counters with another layout version are skipped here, because `set_services` fails for them later.
-        let read_pinned_counters =
-            |address| Some((address, SteerCounters::open_pinned(pin_directory, &pin_name(address)).ok()?));
+        let read_pinned_counters = |address| {
+            Some((address, ConnectionSteeringCounters::open_pinned(pin_directory, &service_pin_name(address)).ok()?))
+        };
         let counters_by_service = pinned_service_addresses(pin_directory).filter_map(read_pinned_counters).collect();
         Self { steering_mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counters_by_service }
     }
@@ -88,7 +89,7 @@ impl ConnectionSteering {
     /// Sets the services whose connections are steered. `rss_map` is the map with the RSS configuration of the server's
     /// BPF programs. Fails if the kernel rejects a program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let service_addresses: BTreeSet<SocketAddr> = if self.steering_mode == SteeringMode::Off {
+        let service_addresses: BTreeSet<SocketAddr> = if self.steering_mode == ConnectionSteeringMode::Off {
             BTreeSet::new()
         } else {
             services.iter().map(|service| service.vip_and_port).collect()
@@ -96,9 +97,10 @@ impl ConnectionSteering {
         self.services.retain(|address, _| service_addresses.contains(address));
         for address in service_addresses {
             if let std::collections::btree_map::Entry::Vacant(entry) = self.services.entry(address) {
-                let pin_name = pin_name(address);
+                let pin_name = service_pin_name(address);
                 let steering_program = Program::load(&self.pin_directory, &pin_name, rss_map)?;
-                self.counters_by_service.insert(address, SteerCounters::open_pinned(&self.pin_directory, &pin_name)?);
+                self.counters_by_service
+                    .insert(address, ConnectionSteeringCounters::open_pinned(&self.pin_directory, &pin_name)?);
                 entry.insert(SteeredService { steering_program, steered_sockets: None, incomplete_search: None });
             }
         }
@@ -107,7 +109,7 @@ impl ConnectionSteering {
 
     /// Updates the steered sockets and their assignment to queues. Called about once per second. `cpu_of_queue`
     /// contains the CPU that serves each receive queue. Returns warnings for the operator.
-    pub fn update_and_list_warnings(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
+    pub fn update_sockets_and_list_warnings(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.services.is_empty() {
             return warnings;
@@ -117,7 +119,7 @@ impl ConnectionSteering {
             Err(error) => return vec![format!("connections are not steered: {error:#}")],
         };
         for (address, service) in &mut self.services {
-            let socket_inodes = listeners::find_reached_socket_inodes(*address, &listening_sockets);
+            let socket_inodes = listeners::find_receiving_socket_inodes(*address, &listening_sockets);
             match service.update_sockets(self.steering_mode, socket_inodes, cpu_of_queue) {
                 Ok(warning) => warnings.extend(warning.map(|warning| format!("{address}: {warning}"))),
                 Err(error) => warnings.push(format!("connections to {address} are not steered: {error:#}")),
@@ -142,7 +144,9 @@ pub fn end_all_steering(pin_directory: &Path) -> anyhow::Result<()> {
         for listener in
             listeners::find_processes_waiting_with_epoll(&listeners::tcp_listener_inodes(address)?)?.iter().take(1)
         {
-            if let Err(error) = reuseport::detach_from_group(listeners::duplicate_process_socket(listener)?.as_fd()) {
+            if let Err(error) =
+                reuseport::detach_from_reuseport_group(listeners::duplicate_process_socket(listener)?.as_fd())
+            {
                 tracing::debug!(
                     event = "steering-kept",
                     service = %address,
@@ -165,7 +169,7 @@ impl SteeredService {
     /// Finds the service's sockets and steers to them. Returns a warning if some queue still has no worker.
     fn update_sockets(
         &mut self,
-        steering_mode: SteeringMode,
+        steering_mode: ConnectionSteeringMode,
         socket_inodes: BTreeSet<SocketInode>,
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<Option<String>> {
@@ -174,7 +178,7 @@ impl SteeredService {
             return Ok(Some("no process listens".to_owned()));
         }
         if !self.are_steered_sockets_current(&socket_inodes, cpu_of_queue)
-            && self.is_search_due(&socket_inodes, cpu_of_queue)
+            && self.is_worker_search_due(&socket_inodes, cpu_of_queue)
         {
             self.find_and_steer_listeners(steering_mode, socket_inodes, cpu_of_queue)?;
         }
@@ -197,7 +201,7 @@ impl SteeredService {
     /// Searches /proc for the workers of the sockets, and steers to the workers found. Records if a worker is missing.
     fn find_and_steer_listeners(
         &mut self,
-        steering_mode: SteeringMode,
+        steering_mode: ConnectionSteeringMode,
         socket_inodes: BTreeSet<SocketInode>,
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<()> {
@@ -221,7 +225,7 @@ impl SteeredService {
 
     /// Returns whether to search /proc for workers: at once if sockets or queues have changed, or else if a retry is
     /// due.
-    fn is_search_due(&mut self, socket_inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
+    fn is_worker_search_due(&mut self, socket_inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
         let is_same_search =
             |old: &mut IncompleteWorkerSearch| old.socket_inodes == *socket_inodes && old.cpu_of_queue == cpu_of_queue;
         if self.incomplete_search.take_if(|incomplete| !is_same_search(incomplete)).is_some() {
@@ -235,14 +239,14 @@ impl SteeredService {
         self.steered_sockets.as_ref().is_some_and(|steered_sockets| {
             steered_sockets.socket_inodes == *socket_inodes
                 && steered_sockets.cpu_of_queue == cpu_of_queue
-                && steered_sockets.search_time.elapsed() < MAX_EPOLL_SEARCH_INTERVAL
+                && steered_sockets.search_time.elapsed() < MAX_WORKER_SEARCH_INTERVAL
                 && steered_sockets.listeners.iter().all(is_process_alive)
         })
     }
 
     fn steer_listeners(
         &self,
-        steering_mode: SteeringMode,
+        steering_mode: ConnectionSteeringMode,
         waiting_listeners: &[ServiceSocket],
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<()> {
@@ -271,25 +275,26 @@ impl SteeredService {
             .into_iter()
             .map(|listener_index| listener_index.map(|index| listener_slots[index]))
             .collect();
-        self.steering_program.set_slots_by_queue(&slot_of_queue);
+        self.steering_program.set_socket_slots_by_queue(&slot_of_queue);
         Ok(())
     }
 }
 
 fn pinned_service_addresses(pin_directory: &Path) -> impl Iterator<Item = SocketAddr> {
     let pin_entries = fs::read_dir(pin_directory.join("steer")).into_iter().flatten().flatten();
-    pin_entries.filter_map(|entry| parse_pin_name(entry.file_name().to_str()?))
+    pin_entries.filter_map(|entry| parse_service_pin_name(entry.file_name().to_str()?))
 }
 
-/// Returns the service address that [`pin_name`] has encoded in the name of a pin, or `None` if the name is invalid.
-fn parse_pin_name(name: &str) -> Option<SocketAddr> {
+/// Returns the service address that [`service_pin_name`] has encoded in the name of a pin, or `None` if the name is
+/// invalid.
+fn parse_service_pin_name(name: &str) -> Option<SocketAddr> {
     let (address, port) = name.rsplit_once('_')?;
     let address: IpAddr = address.replace('_', ".").parse().ok()?;
     Some(SocketAddr::new(address, port.parse().ok()?))
 }
 
 /// Returns the name of a service's pin. The name has no dots, because bpffs does not allow them.
-fn pin_name(address: SocketAddr) -> String {
+fn service_pin_name(address: SocketAddr) -> String {
     format!("{}_{}", address.ip().to_string().replace('.', "_"), address.port())
 }
 
@@ -298,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn search_interval_grows_while_sockets_have_no_worker() {
+    fn worker_search_interval_grows_while_sockets_lack_workers() {
         let (first_searched_at, mut search_seconds) = (Instant::now(), Vec::new());
         let mut incomplete_search = IncompleteWorkerSearch {
             socket_inodes: BTreeSet::new(),
@@ -316,21 +321,22 @@ mod tests {
         assert_eq!(search_seconds[..6], [1, 2, 3, 4, 5, 7], "soon after a reload");
         assert!(search_seconds.len() < 40, "{search_seconds:?}");
         assert!(
-            search_seconds.windows(2).all(
-                |adjacent_seconds| adjacent_seconds[1] - adjacent_seconds[0] <= MAX_EPOLL_SEARCH_INTERVAL.as_secs()
-            ),
+            search_seconds
+                .windows(2)
+                .all(|adjacent_seconds| adjacent_seconds[1] - adjacent_seconds[0]
+                    <= MAX_WORKER_SEARCH_INTERVAL.as_secs()),
             "{search_seconds:?}"
         );
     }
 
     #[test]
-    fn pin_name_round_trips_service_address() {
+    fn service_pin_name_round_trips_address() {
         let service_address = "10.200.0.1:80".parse().unwrap();
-        assert_eq!(pin_name(service_address), "10_200_0_1_80");
-        assert_eq!(parse_pin_name("10_200_0_1_80"), Some(service_address));
-        assert_eq!(parse_pin_name("10_200_0_80"), None);
+        assert_eq!(service_pin_name(service_address), "10_200_0_1_80");
+        assert_eq!(parse_service_pin_name("10_200_0_1_80"), Some(service_address));
+        assert_eq!(parse_service_pin_name("10_200_0_80"), None);
         let service_address = "[2001:db8::c8:1]:80".parse().unwrap();
-        assert_eq!(pin_name(service_address), "2001:db8::c8:1_80");
-        assert_eq!(parse_pin_name("2001:db8::c8:1_80"), Some(service_address));
+        assert_eq!(service_pin_name(service_address), "2001:db8::c8:1_80");
+        assert_eq!(parse_service_pin_name("2001:db8::c8:1_80"), Some(service_address));
     }
 }

@@ -10,11 +10,11 @@ use coreward_agent::daemon;
 use coreward_agent::report_state::SentReportState;
 use coreward_model::ServerId;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
-use coreward_model::tuple::{Protocol, ServiceAddress};
+use coreward_model::tuple::{ServiceAddress, TransportProtocol};
 use coreward_rpc::v1::control_server::{Control, ControlServer};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::nginx::WORKER_IDENTITY_PATH;
-use coreward_testbed::rss_emulation::{read_registers, write_registers};
+use coreward_testbed::rss_emulation::{read_rss_registers, write_rss_registers};
 use coreward_testbed::{Testbed, find_missing_testbed_rights, skip_if};
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::{AgentConfiguration, AgentReport, PreviousServer, SocketAnswer, SocketQuery, v1};
@@ -24,16 +24,16 @@ use tonic::codegen::BoxStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::support::{
-    CORE_COUNT, agent_config, busy_time_path, create_testbed, http_get, reported_counter, test_agent_configuration,
-    test_server_id, wait_until,
+    CORE_COUNT, agent_config, busy_time_file_path, create_testbed, http_get, reported_counter,
+    test_agent_configuration, test_server_id, wait_until,
 };
 
-type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
+type ReceivedAgentMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
 
 /// Fake controller. It sends one configuration to each agent, and records the messages from the agents.
 #[derive(Clone, Default)]
 struct FakeController {
-    received_messages: ReceivedMessages,
+    received_messages: ReceivedAgentMessages,
     rejects_agents: bool,
     rejected_request_count: Arc<AtomicUsize>,
 }
@@ -111,7 +111,8 @@ fn read_tcp_timestamps_sysctl() -> String {
 }
 
 fn expected_managed_rss() -> RssConfig {
-    let indirection_table = IndirectionTable::balanced(test_server_id().get().into(), 128, CORE_COUNT).unwrap();
+    let indirection_table =
+        IndirectionTable::draw_balanced_entries(test_server_id().get().into(), 128, CORE_COUNT).unwrap();
     RssConfig { key: RssKey::microsoft_verification_key(), indirection_table }
 }
 
@@ -120,8 +121,8 @@ fn expect_reports_in_order(reports: &[AgentReport], elapsed: Duration) {
     let max_report_count = 2 + elapsed.as_millis() as usize / 50;
     assert!((30..=max_report_count).contains(&reports.len()), "{} reports in {elapsed:?}", reports.len());
     for (position, report) in reports.iter().enumerate() {
-        assert_eq!(report.readings.report_sequence, position as u64 + 1);
-        assert_eq!(report.readings.busy_ns, [5, 6, 7, 8]);
+        assert_eq!(report.readings.report_sequence_number, position as u64 + 1);
+        assert_eq!(report.readings.busy_ns_by_core, [5, 6, 7, 8]);
         assert_eq!(report.time_to_live, Duration::from_millis(500));
     }
 }
@@ -146,11 +147,11 @@ fn agent_registers_sends_reports_and_applies_configurations() -> anyhow::Result<
     skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tdaemon")?;
     testbed.server(1)?.run_within(|| {
-        let original_rss = read_registers(&testbed.emulated_rss_path(1))?;
+        let original_rss = read_rss_registers(&testbed.emulated_rss_pin_path(1))?;
         assert_eq!(read_tcp_timestamps_sysctl(), "1");
         let mut agent = Agent::start(agent_config(&testbed))?;
         assert_eq!(read_tcp_timestamps_sysctl(), "1", "nothing is stamped yet");
-        std::fs::write(busy_time_path(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
+        std::fs::write(busy_time_file_path(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
         let start_time = Instant::now();
         let received_messages =
             run_agent_until(&mut agent, FakeController::default(), |listener| has_received_reports(listener, 30, 3))?;
@@ -173,7 +174,7 @@ fn agent_registers_sends_reports_and_applies_configurations() -> anyhow::Result<
         );
         let (_, last_rss) = reported_rss.last().expect("not empty");
         assert_eq!((last_rss.source.as_str(), &last_rss.rss), ("testbed emulation", &Some(expected_managed_rss())));
-        assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
+        assert_eq!(read_rss_registers(&testbed.emulated_rss_pin_path(1))?, expected_managed_rss());
         expect_details_in_reports(&reports, elapsed);
 
         check_shutdown_and_restart(&testbed, agent, &original_rss)
@@ -184,24 +185,24 @@ fn agent_registers_sends_reports_and_applies_configurations() -> anyhow::Result<
 /// restores the original RSS.
 fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original_rss: &RssConfig) -> anyhow::Result<()> {
     agent.shut_down()?;
-    assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original_rss);
+    assert_eq!(&read_rss_registers(&testbed.emulated_rss_pin_path(1))?, original_rss);
     assert_eq!(read_tcp_timestamps_sysctl(), "2", "connections are still stamped");
     let mut agent = Agent::start(agent_config(testbed))?;
     agent.apply_configuration(test_agent_configuration(), &[]);
-    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
+    assert_eq!(read_rss_registers(&testbed.emulated_rss_pin_path(1))?, expected_managed_rss());
     // If the agent is killed, nothing is restored.
     drop(agent);
-    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
+    assert_eq!(read_rss_registers(&testbed.emulated_rss_pin_path(1))?, expected_managed_rss());
     // Meanwhile, another program changes the table.
-    write_registers(
-        &testbed.emulated_rss_path(1),
+    write_rss_registers(
+        &testbed.emulated_rss_pin_path(1),
         &RssConfig { key: RssKey::microsoft_verification_key(), ..original_rss.clone() },
     )?;
     let mut agent = Agent::start(agent_config(testbed))?;
     agent.apply_configuration(test_agent_configuration(), &[]);
-    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
+    assert_eq!(read_rss_registers(&testbed.emulated_rss_pin_path(1))?, expected_managed_rss());
     agent.detach_programs()?;
-    assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original_rss);
+    assert_eq!(&read_rss_registers(&testbed.emulated_rss_pin_path(1))?, original_rss);
     assert_eq!(read_tcp_timestamps_sysctl(), "1");
     assert!(!agent_config(testbed).pin_directory.exists());
     Ok(())
@@ -237,10 +238,10 @@ fn agent_sends_no_report_until_its_load_is_known() -> anyhow::Result<()> {
     skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tnoload")?;
     testbed.server(1)?.run_within(|| {
-        std::fs::remove_file(busy_time_path(&testbed))?;
+        std::fs::remove_file(busy_time_file_path(&testbed))?;
         let mut agent = Agent::start(agent_config(&testbed))?;
         assert_eq!(agent.build_next_report(&SentReportState::default(), &[]), None);
-        std::fs::write(busy_time_path(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
+        std::fs::write(busy_time_file_path(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
         let first_report = agent.build_next_report(&SentReportState::default(), &[]);
         assert_eq!(first_report.map(|report| report.core_busy_ns), Some(vec![1, 2]));
         agent.detach_programs()
@@ -268,7 +269,7 @@ fn rss_table_that_is_not_in_force_causes_warning() -> anyhow::Result<()> {
     let nginx = testbed.start_nginx(1)?;
     for (shown_server, is_in_force, first_port) in [(1, true, 20_000), (2, false, 30_000)] {
         let emulated_rss = coreward_agent::config::RssSourceConfig::Testbed {
-            path: testbed.emulated_rss_path(shown_server),
+            path: testbed.emulated_rss_pin_path(shown_server),
             entries: 128,
         };
         let config =
@@ -351,7 +352,7 @@ fn answer_to_socket_query_lists_connections_with_open_sockets() -> anyhow::Resul
             agent.answer_socket_query(&query)?,
             SocketAnswer { query_number: 7, load_balancer_session: 8, socket_exists_by_client: vec![false, true] }
         );
-        let udp_service_address = ServiceAddress { protocol: Protocol::Udp, ..service_address };
+        let udp_service_address = ServiceAddress { protocol: TransportProtocol::Udp, ..service_address };
         assert!(agent.answer_socket_query(&SocketQuery { service: udp_service_address, ..query }).is_err());
         drop(listener);
         agent.detach_programs()

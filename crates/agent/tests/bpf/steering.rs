@@ -5,7 +5,7 @@ use coreward_model::FourTuple;
 use coreward_model::rss::{RssConfig, RssInputTransform};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::nginx::{NginxServer, WORKER_IDENTITY_PATH};
-use coreward_testbed::rss_emulation::{read_registers, shift_established_connections, write_registers};
+use coreward_testbed::rss_emulation::{read_rss_registers, shift_established_connection_queues, write_rss_registers};
 use coreward_testbed::{Testbed, find_missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -16,7 +16,7 @@ use crate::support::{
 
 /// Checks that the worker of each queue answers eight requests. Their source ports begin at `first_port`.
 fn check_worker_of_each_queue(testbed: &Testbed, first_port: u16, worker_pids: &[u32]) -> anyhow::Result<()> {
-    let emulated_rss = read_registers(&testbed.emulated_rss_path(1))?;
+    let emulated_rss = read_rss_registers(&testbed.emulated_rss_pin_path(1))?;
     let mut requests_by_queue = [0; CORE_COUNT as usize];
     for port in first_port..first_port + 1_000 {
         let four_tuple = FourTuple::new((testbed.client_address(0), port).into(), SERVICE_ADDRESS.into())?;
@@ -41,7 +41,7 @@ fn wait_for_workers(nginx: &NginxServer, worker_count: usize) -> anyhow::Result<
     Ok(nginx.worker_pids())
 }
 
-fn maintain_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
+fn run_maintenance_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
     wait_until("a worker for every socket", || {
         agent.run_maintenance();
         Ok(!agent
@@ -59,7 +59,7 @@ fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
         agent.apply_configuration(test_agent_configuration(), &[]);
-        maintain_until_steered(&mut agent)?;
+        run_maintenance_until_steered(&mut agent)?;
         let first_worker_pids = wait_for_workers(&nginx, 4)?;
         check_worker_of_each_queue(&testbed, 20_000, &first_worker_pids)?;
         assert_eq!((reported_counter(&mut agent, "steered"), reported_counter(&mut agent, "no_worker")), (32, 0));
@@ -69,7 +69,7 @@ fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::
         wait_until("another worker", || {
             Ok(nginx.worker_pids().len() == 4 && !nginx.worker_pids().contains(&first_worker_pids[1]))
         })?;
-        maintain_until_steered(&mut agent)?;
+        run_maintenance_until_steered(&mut agent)?;
         let current_worker_pids = nginx.worker_pids();
         let respawned_pid =
             *current_worker_pids.iter().find(|pid| !first_worker_pids.contains(pid)).expect("another worker");
@@ -89,7 +89,7 @@ fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::
         let mut agent = Agent::start(agent_config(&testbed))?;
         assert_eq!(reported_counter(&mut agent, "steered"), 96, "before it knows the service");
         agent.apply_configuration(test_agent_configuration(), &[]);
-        maintain_until_steered(&mut agent)?;
+        run_maintenance_until_steered(&mut agent)?;
         check_worker_of_each_queue(
             &testbed,
             23_000,
@@ -104,7 +104,7 @@ fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::
                 Ok(!nginx.worker_pids().iter().any(|pid| previous_worker_pids.contains(pid)))
             })?;
             let current_worker_pids = wait_for_workers(&nginx, count)?;
-            maintain_until_steered(&mut agent)?;
+            run_maintenance_until_steered(&mut agent)?;
             let expected_worker_pids: Vec<u32> =
                 (0..usize::from(CORE_COUNT)).map(|queue| current_worker_pids[queue % count]).collect();
             check_worker_of_each_queue(&testbed, 24_000 + round as u16 * 1000, &expected_worker_pids)?;
@@ -115,7 +115,7 @@ fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::
         // The next agent must be able to take over all sockets.
         let mut agent = Agent::start(agent_config(&testbed))?;
         agent.apply_configuration(test_agent_configuration(), &[]);
-        maintain_until_steered(&mut agent)?;
+        run_maintenance_until_steered(&mut agent)?;
         check_worker_of_each_queue(&testbed, 27_000, &wait_for_workers(&nginx, 6)?)?;
         agent.detach_programs()
     })
@@ -130,13 +130,13 @@ fn unreported_symmetric_hash_is_detected_from_queues_of_syns() -> anyhow::Result
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
         agent.apply_configuration(test_agent_configuration(), &[]);
-        maintain_until_steered(&mut agent)?;
+        run_maintenance_until_steered(&mut agent)?;
         let worker_pids = wait_for_workers(&nginx, 4)?;
         let mut port = 20_000;
         for input in [RssInputTransform::SymmetricOrXor, RssInputTransform::SymmetricXor, RssInputTransform::None] {
-            let current_rss = read_registers(&testbed.emulated_rss_path(1))?;
+            let current_rss = read_rss_registers(&testbed.emulated_rss_pin_path(1))?;
             let changed_rss = RssConfig { key: current_rss.key.with_input_transform(input), ..current_rss };
-            write_registers(&testbed.emulated_rss_path(1), &changed_rss)?;
+            write_rss_registers(&testbed.emulated_rss_pin_path(1), &changed_rss)?;
             wait_until("the agent knows what the NIC hashes by", || {
                 http_get(&testbed, WORKER_IDENTITY_PATH, port)?;
                 port += 1;
@@ -182,14 +182,14 @@ fn nic_that_moves_open_connections_causes_warning() -> anyhow::Result<()> {
             })
         };
         request_until(&mut agent, "open connections are sampled", false)?;
-        shift_established_connections(&testbed.emulated_rss_path(1), 1)?;
+        shift_established_connection_queues(&testbed.emulated_rss_pin_path(1), 1)?;
         request_until(&mut agent, "the agent warns", true)?;
         assert!(
             !agent.maintenance_warnings().iter().any(|warning| warning.contains("not in force")),
             "{:?}",
             agent.maintenance_warnings()
         );
-        shift_established_connections(&testbed.emulated_rss_path(1), 0)?;
+        shift_established_connection_queues(&testbed.emulated_rss_pin_path(1), 0)?;
         request_until(&mut agent, "it has ended", false)?;
         agent.detach_programs()
     })

@@ -54,7 +54,7 @@ pub struct RejectedUpdate {
 }
 
 /// Maximum number of service names in one summary line. Further services are only counted.
-const MAX_NAMED_SERVICES: usize = 3;
+const MAX_SERVICES_NAMED_PER_LINE: usize = 3;
 
 impl RejectedUpdate {
     /// Returns one line for each group of rejections with the same peer and reason, such as "lb lb1 rejects
@@ -81,12 +81,12 @@ impl RejectedUpdate {
 }
 
 fn format_service_list(service_names: &[&str]) -> String {
-    let named_services = service_names.get(..MAX_NAMED_SERVICES).unwrap_or(service_names).join(", ");
+    let named_services = service_names.get(..MAX_SERVICES_NAMED_PER_LINE).unwrap_or(service_names).join(", ");
     match service_names.len() {
         0 => String::new(),
         1 => format!(" of service {named_services}"),
-        2..=MAX_NAMED_SERVICES => format!(" of services {named_services}"),
-        all => format!(" of services {named_services} and {} more", all - MAX_NAMED_SERVICES),
+        2..=MAX_SERVICES_NAMED_PER_LINE => format!(" of services {named_services}"),
+        all => format!(" of services {named_services} and {} more", all - MAX_SERVICES_NAMED_PER_LINE),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::net::SocketAddr;
 
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use serde::{Deserialize, Serialize};
 use utoipa::openapi::{ObjectBuilder, RefOr, Schema, Type};
 use utoipa::{IntoParams, PartialSchema, ToSchema};
@@ -32,7 +32,7 @@ pub struct Explain {
     /// Protocol of the service.
     #[serde(default = "default_protocol", with = "super::serde_text")]
     #[param(value_type = Option<ProtocolName>, inline)]
-    pub protocol: Protocol,
+    pub protocol: TransportProtocol,
     /// Address and port of the client.
     #[param(value_type = SocketAddressSchema, inline, example = "192.0.2.7:40312")]
     pub client: SocketAddr,
@@ -46,8 +46,8 @@ pub struct Explain {
     pub tsecr: Option<u32>,
 }
 
-fn default_protocol() -> Protocol {
-    Protocol::Tcp
+fn default_protocol() -> TransportProtocol {
+    TransportProtocol::Tcp
 }
 
 /// Schema of a socket address: an IPv4 address or a bracketed IPv6 address, with a port from 1 to 65535.
@@ -79,12 +79,12 @@ impl ToSchema for SocketAddressSchema {
     }
 }
 
-/// Schema of a protocol name, which lists the names of all [`Protocol`]s.
+/// Schema of a protocol name, which lists the names of all [`TransportProtocol`]s.
 pub struct ProtocolName;
 
 impl PartialSchema for ProtocolName {
     fn schema() -> RefOr<Schema> {
-        let names = Protocol::ALL.map(Protocol::name);
+        let names = TransportProtocol::ALL.map(TransportProtocol::name);
         ObjectBuilder::new().schema_type(Type::String).enum_values(Some(names)).into()
     }
 }

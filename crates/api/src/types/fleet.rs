@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::{MAX_SAFE_INTEGER, serde_whole};
-use coreward_config::Diagnostic;
+use coreward_config::ConfigDiagnostic;
 
 /// The active fleet document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -113,8 +113,8 @@ pub struct DocumentMistake {
     pub message: String,
 }
 
-impl From<&Diagnostic> for DocumentMistake {
-    fn from(mistake: &Diagnostic) -> Self {
+impl From<&ConfigDiagnostic> for DocumentMistake {
+    fn from(mistake: &ConfigDiagnostic) -> Self {
         Self {
             file: mistake.file.display().to_string(),
             line: mistake.location.map(|location| location.line),

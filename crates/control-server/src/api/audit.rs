@@ -5,11 +5,11 @@ use axum::extract::State;
 use coreward_api::Caller;
 use coreward_api::types::{Audit, AuditQuery, EventId, LoadBalancers, MAX_SAFE_INTEGER, SubjectKind};
 use coreward_http::extract::{Path, Query};
-use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_answer};
+use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_json_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;
-use crate::server::state_manager::{ForgetLoadBalancerError, RecordChange};
+use crate::server::state_manager::{FleetRecordChange, ForgetLoadBalancerError};
 use coreward_fleet::audit::MAX_AUDIT_ENTRIES;
 
 /// Newest 1,000 changes with their authors (audit log), including those by earlier controllers
@@ -31,7 +31,7 @@ pub async fn get_audit_log(
         return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
     let audit_entries = controller_state.lock_controller().fleet().audit_log.clone();
-    compute_answer(RequestWorkSize::Small, move || {
+    compute_json_answer(RequestWorkSize::Small, move || {
         let first_entry_index = audit_entries.partition_point(|entry| entry.id <= query.after);
         let first_index = first_entry_index
             .max(audit_entries.len() - audit_entries.len().min(query.limit.map_or(MAX_AUDIT_ENTRIES, usize::from)));
@@ -59,7 +59,7 @@ pub async fn forget_load_balancer(
 ) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     let change_result =
-        controller_state.request_change((&caller).into(), RecordChange::ForgetLoadBalancer(name.clone())).await;
+        controller_state.request_change((&caller).into(), FleetRecordChange::ForgetLoadBalancer(name.clone())).await;
     change_result.map_err(|error| match error.downcast_ref::<ForgetLoadBalancerError>() {
         Some(forget_error @ ForgetLoadBalancerError::UnknownLoadBalancer(_)) => {
             Problem::new(ProblemKind::NotFound, forget_error.to_string())
@@ -67,7 +67,7 @@ pub async fn forget_load_balancer(
         Some(forget_error @ ForgetLoadBalancerError::ConnectedLoadBalancer(_)) => {
             Problem::new(ProblemKind::Conflict, forget_error.to_string())
         }
-        None => api.failed_change_problem(&error),
+        None => api.problem_for_failed_change(&error),
     })?;
     let event_message = format!("{caller}: forgotten");
     api.events.add_event(
@@ -76,7 +76,7 @@ pub async fn forget_load_balancer(
         event_message,
         controller_state.now().wall_time,
     );
-    compute_answer(RequestWorkSize::Small, move || {
+    compute_json_answer(RequestWorkSize::Small, move || {
         Ok(LoadBalancers { load_balancers: controller_state.load_balancers() })
     })
     .await

@@ -6,7 +6,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use coreward_http::serve::{CertificateIdentity, ConnectionPeer};
-use coreward_http::sessions::SessionCredential;
+use coreward_http::sessions::SessionCredentialKind;
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;
@@ -48,9 +48,9 @@ pub async fn log_in(
 ) -> Result<impl IntoResponse, Problem> {
     // Callers with a token or a certificate may begin a session. A session cannot renew itself, or it would never end.
     let session_credential = if headers.contains_key(header::AUTHORIZATION) {
-        SessionCredential::Token
+        SessionCredentialKind::Token
     } else if let Some(CertificateIdentity { fingerprint, not_after, .. }) = peer.certificate {
-        SessionCredential::Certificate { fingerprint, not_after }
+        SessionCredentialKind::Certificate { fingerprint, not_after }
     } else {
         let error_detail =
             "a session cannot begin another one: expected a token, or an operator's or viewer's certificate";

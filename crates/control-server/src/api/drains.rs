@@ -9,8 +9,8 @@ use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;
 use crate::server::controller_state::ControllerState;
-use crate::server::state_manager::RecordChange;
-use coreward_fleet::drains::{DrainError, DrainRequest};
+use crate::server::state_manager::FleetRecordChange;
+use coreward_fleet::drains::{ServerDrainError, ServerDrainRequest};
 
 /// Drain of a server, and the server's remaining connections
 #[utoipa::path(
@@ -54,10 +54,10 @@ pub async fn drain_server(
 ) -> Result<Json<DrainStatus>, Problem> {
     let controller_state = api.leader_state()?;
     let services = (!body.services.is_empty()).then(|| body.services.iter().cloned().collect());
-    let request = DrainRequest { server_name: server.clone(), services, may_drain_last_server: body.force };
+    let request = ServerDrainRequest { server_name: server.clone(), services, may_drain_last_server: body.force };
     let now = controller_state.now();
     let check_result = controller_state.lock_controller().check_drain_is_possible(&request, now);
-    check_result.map_err(|drain_error| drain_problem(&drain_error))?;
+    check_result.map_err(|drain_error| problem_for_drain_error(&drain_error))?;
     let scope_suffix = match &request.services {
         Some(_) => format!(" in {}", body.services.join(", ")),
         None => String::new(),
@@ -66,7 +66,7 @@ pub async fn drain_server(
         &api,
         &controller_state,
         &server,
-        RecordChange::DrainServer(request),
+        FleetRecordChange::DrainServer(request),
         (&caller, &format!("drained{scope_suffix}")),
     )
     .await
@@ -92,7 +92,7 @@ pub async fn undrain_server(
         &api,
         &controller_state,
         &server,
-        RecordChange::UndrainServer(server.clone()),
+        FleetRecordChange::UndrainServer(server.clone()),
         (&caller, "undrained"),
     )
     .await
@@ -103,14 +103,14 @@ async fn request_drain_change(
     api: &ApiState,
     controller_state: &ControllerState,
     server: &str,
-    change: RecordChange,
+    change: FleetRecordChange,
     (caller, event): (&Caller, &str),
 ) -> Result<Json<DrainStatus>, Problem> {
-    let outcome = controller_state.request_change(caller.into(), change).await.map_err(|error| {
-        match error.downcast_ref::<DrainError>() {
-            Some(drain_error) => drain_problem(drain_error),
-            None => api.failed_change_problem(&error),
-        }
+    let outcome = controller_state.request_change(caller.into(), change).await.map_err(|error| match error
+        .downcast_ref::<ServerDrainError>(
+    ) {
+        Some(drain_error) => problem_for_drain_error(drain_error),
+        None => api.problem_for_failed_change(&error),
     })?;
     if outcome.has_new_configuration {
         let event_message = format!("{caller}: {event}");
@@ -124,10 +124,10 @@ async fn request_drain_change(
     find_drain_status(controller_state, server).map(Json)
 }
 
-fn drain_problem(drain_error: &DrainError) -> Problem {
+fn problem_for_drain_error(drain_error: &ServerDrainError) -> Problem {
     let problem_kind = match drain_error {
-        DrainError::UnknownServer(_) | DrainError::NotInService { .. } => ProblemKind::NotFound,
-        DrainError::LastServer { .. } => ProblemKind::Conflict,
+        ServerDrainError::UnknownServer(_) | ServerDrainError::NotInService { .. } => ProblemKind::NotFound,
+        ServerDrainError::LastServer { .. } => ProblemKind::Conflict,
     };
     Problem::new(problem_kind, drain_error.to_string())
 }

@@ -54,7 +54,13 @@ impl FleetEventLog {
     /// Adds an event that does not follow from a change of the fleet's status. `wall_time` is the time since 1970.
     pub fn add_event(&self, (kind, event): (SubjectKind, EventId), name: &str, message: String, wall_time: Duration) {
         self.add_events(
-            [NewEvent { severity: Severity::Info, event_id: event, kind, subject_name: name.to_owned(), message }],
+            [NewFleetEvent {
+                severity: Severity::Info,
+                event_id: event,
+                subject_kind: kind,
+                subject_name: name.to_owned(),
+                message,
+            }],
             wall_time,
         );
     }
@@ -69,19 +75,25 @@ impl FleetEventLog {
             None => {
                 let message =
                     format!("the controller has started, configuration {}", overview.configuration_generation);
-                let (kind, event_id) = (SubjectKind::Controller, EventId::ControllerStarted);
-                vec![NewEvent { severity: Severity::Info, event_id, kind, subject_name: String::new(), message }]
+                let (subject_kind, event_id) = (SubjectKind::Controller, EventId::ControllerStarted);
+                vec![NewFleetEvent {
+                    severity: Severity::Info,
+                    event_id,
+                    subject_kind,
+                    subject_name: String::new(),
+                    message,
+                }]
             }
         };
         *last_overview = Some(overview.clone());
         self.add_events(new_events, wall_time);
     }
 
-    fn add_events(&self, new_events: impl IntoIterator<Item = NewEvent>, wall_time: Duration) {
+    fn add_events(&self, new_events: impl IntoIterator<Item = NewFleetEvent>, wall_time: Duration) {
         let mut events = self.lock_events();
         let previous_newest_id = *self.newest_id_sender.borrow();
         let mut id = previous_newest_id;
-        for NewEvent { severity, event_id: event, kind, subject_name: name, message } in new_events {
+        for NewFleetEvent { severity, event_id: event, subject_kind: kind, subject_name: name, message } in new_events {
             id += 1;
             let (event_name, kind_name) = (event.name(), kind.to_string());
             match severity {
@@ -112,16 +124,16 @@ impl FleetEventLog {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct NewEvent {
+struct NewFleetEvent {
     severity: Severity,
     event_id: EventId,
-    kind: SubjectKind,
+    subject_kind: SubjectKind,
     subject_name: String,
     message: String,
 }
 
-fn events_between(old_overview: &Overview, new_overview: &Overview) -> Vec<NewEvent> {
-    let mut new_events = NewEvents(Vec::new());
+fn events_between(old_overview: &Overview, new_overview: &Overview) -> Vec<NewFleetEvent> {
+    let mut new_events = NewFleetEvents(Vec::new());
     if old_overview.fleet_generation != new_overview.fleet_generation {
         let message = format!("the document of generation {} is in force", new_overview.fleet_generation);
         new_events.add_info((SubjectKind::Fleet, EventId::FleetActivated), "", message);
@@ -133,9 +145,9 @@ fn events_between(old_overview: &Overview, new_overview: &Overview) -> Vec<NewEv
     new_events.0
 }
 
-struct NewEvents(Vec<NewEvent>);
+struct NewFleetEvents(Vec<NewFleetEvent>);
 
-impl NewEvents {
+impl NewFleetEvents {
     fn add_info(&mut self, kind: (SubjectKind, EventId), name: &str, message: impl Into<String>) {
         self.push_event(Severity::Info, kind, name, message);
     }
@@ -151,17 +163,23 @@ impl NewEvents {
         name: &str,
         message: impl Into<String>,
     ) {
-        self.0.push(NewEvent {
+        self.0.push(NewFleetEvent {
             severity,
             event_id: event,
-            kind,
+            subject_kind: kind,
             subject_name: name.to_owned(),
             message: message.into(),
         });
     }
 
     /// Adds events for warnings that begin or end. A warning in which only a number changes causes no event.
-    fn add_warning_changes(&mut self, kind: SubjectKind, name: &str, old_warnings: &[String], new_warnings: &[String]) {
+    fn add_events_for_warning_changes(
+        &mut self,
+        kind: SubjectKind,
+        name: &str,
+        old_warnings: &[String],
+        new_warnings: &[String],
+    ) {
         let [old, new] = [old_warnings, new_warnings].map(|warnings| -> BTreeMap<String, &String> {
             warnings.iter().map(|warning| (strip_digits(warning), warning)).collect()
         });
@@ -178,7 +196,7 @@ fn strip_digits(text: &str) -> String {
     text.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
-fn add_service_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
+fn add_service_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewFleetEvents) {
     let kind = SubjectKind::Service;
     let [old, new] = [old_overview, new_overview]
         .map(|overview| overview.services.iter().map(|service| (&*service.name, service)).collect::<BTreeMap<_, _>>());
@@ -187,7 +205,7 @@ fn add_service_events(old_overview: &Overview, new_overview: &Overview, new_even
             None => {
                 let message = format!("new, at {}: {}", service.address, service.policy);
                 new_events.add_info((kind, EventId::ServiceAdded), name, message);
-                new_events.add_warning_changes(kind, name, &[], &service.warnings);
+                new_events.add_events_for_warning_changes(kind, name, &[], &service.warnings);
             }
             Some(old_service) => {
                 if old_service.policy != service.policy {
@@ -197,7 +215,7 @@ fn add_service_events(old_overview: &Overview, new_overview: &Overview, new_even
                         format!("policy {} instead of {}", service.policy, old_service.policy),
                     );
                 }
-                new_events.add_warning_changes(kind, name, &old_service.warnings, &service.warnings);
+                new_events.add_events_for_warning_changes(kind, name, &old_service.warnings, &service.warnings);
             }
         }
     }
@@ -206,7 +224,7 @@ fn add_service_events(old_overview: &Overview, new_overview: &Overview, new_even
         .for_each(|name| new_events.add_info((kind, EventId::ServiceRemoved), name, "left the document"));
 }
 
-fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
+fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewFleetEvents) {
     let kind = SubjectKind::Server;
     let [old, new] = [old_overview, new_overview]
         .map(|overview| overview.servers.iter().map(|server| (server.id, server)).collect::<BTreeMap<_, _>>());
@@ -217,7 +235,7 @@ fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_event
                 &server.name,
                 format!("new, at {}: {}", server.address, server.state),
             );
-            new_events.add_warning_changes(kind, &server.name, &[], &server.warnings);
+            new_events.add_events_for_warning_changes(kind, &server.name, &[], &server.warnings);
             continue;
         };
         if old_server.state != server.state {
@@ -236,7 +254,7 @@ fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_event
                 format!("weight {} instead of {}", server.weight, old_server.weight),
             );
         }
-        new_events.add_warning_changes(kind, &server.name, &old_server.warnings, &server.warnings);
+        new_events.add_events_for_warning_changes(kind, &server.name, &old_server.warnings, &server.warnings);
     }
     let removed_servers = old.iter().filter(|(id, _)| !new.contains_key(*id));
     removed_servers.for_each(|(_, server)| {
@@ -244,7 +262,7 @@ fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_event
     });
 }
 
-fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
+fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewFleetEvents) {
     let kind = SubjectKind::LoadBalancer;
     let describe_state = |balancer: &OverviewLoadBalancer| match (balancer.connected, balancer.alive) {
         (true, true) => "connected",
@@ -270,11 +288,16 @@ fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, ne
         let load_balancer_warnings = |overview: &BTreeMap<&str, &OverviewLoadBalancer>| {
             overview.get(name).map(|balancer| balancer.warnings.clone()).unwrap_or_default()
         };
-        new_events.add_warning_changes(kind, name, &load_balancer_warnings(&old), &load_balancer_warnings(&new));
+        new_events.add_events_for_warning_changes(
+            kind,
+            name,
+            &load_balancer_warnings(&old),
+            &load_balancer_warnings(&new),
+        );
     }
 }
 
-fn add_key_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
+fn add_key_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewFleetEvents) {
     let (old, new) = (&old_overview.keys, &new_overview.keys);
     if (old.rotation_phase, new.rotation_phase) == (KeyPhase::Steady, KeyPhase::Announced) {
         new_events.add_info(

@@ -3,12 +3,12 @@
 use axum::extract::State;
 use coreward_api::types::{Explain, Explanation, PacketKind};
 use coreward_http::extract::Query;
-use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_answer};
+use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_json_answer};
 use coreward_http::{Problem, ProblemKind};
 use coreward_model::ServiceAddress;
 
 use super::ApiState;
-use coreward_controller::explain::{ExplainError, ExplainedPacket};
+use coreward_controller::explain::{ExplainedPacket, PacketExplanationError};
 
 /// Destination of a packet, and the reason
 #[utoipa::path(
@@ -28,17 +28,17 @@ pub async fn explain_packet(State(api): State<ApiState>, Query(query): Query<Exp
     if query.client.port() == 0 {
         return Err(Problem::new(ProblemKind::BadRequest, "client port 0: expected one from 1 on"));
     }
-    compute_answer(RequestWorkSize::Small, move || {
-        let service_view = controller_state.service_view(service).map_err(explain_problem)?;
-        service_view.explain_packet(query.client, packet).map_err(explain_problem)
+    compute_json_answer(RequestWorkSize::Small, move || {
+        let service_view = controller_state.service_snapshot(service).map_err(problem_for_explain_error)?;
+        service_view.explain_packet(query.client, packet).map_err(problem_for_explain_error)
     })
     .await
 }
 
-fn explain_problem(error: ExplainError) -> Problem {
+fn problem_for_explain_error(error: PacketExplanationError) -> Problem {
     let problem_kind = match &error {
-        ExplainError::UnknownService { .. } => ProblemKind::NotFound,
-        ExplainError::MixedFamilies(_) => ProblemKind::MixedAddressFamilies,
+        PacketExplanationError::UnknownService { .. } => ProblemKind::NotFound,
+        PacketExplanationError::MixedAddressFamilies(_) => ProblemKind::MixedAddressFamilies,
     };
     Problem::new(problem_kind, error.to_string())
 }

@@ -10,9 +10,9 @@ use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Minimum time between two publications of the servers' loads to clients that watch the fleet.
-pub const MIN_LOADS_INTERVAL: Duration = Duration::from_millis(250);
+pub const MIN_LOAD_PUBLICATION_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of clients that watch the fleet at the same time.
-const MAX_WATCHERS: usize = 64;
+const MAX_FLEET_WATCHERS: usize = 64;
 
 /// Document as JSON text. It is empty before the first document is published.
 type JsonText = Arc<str>;
@@ -30,7 +30,7 @@ impl Default for StatusFeed {
             loads_sender: watch::Sender::new(JsonText::from("")),
             overview_sender: watch::Sender::new(JsonText::from("")),
             last_overview: Mutex::default(),
-            watcher_slots: Arc::new(Semaphore::new(MAX_WATCHERS)),
+            watcher_slots: Arc::new(Semaphore::new(MAX_FLEET_WATCHERS)),
         }
     }
 }
@@ -51,13 +51,14 @@ impl StatusFeed {
         }
     }
 
-    /// Adds a watcher. Fails if [`MAX_WATCHERS`] clients already watch.
-    pub fn subscribe_watcher(&self) -> Result<FleetWatcher, Problem> {
+    /// Adds a watcher. Fails if [`MAX_FLEET_WATCHERS`] clients already watch.
+    pub fn add_watcher(&self) -> Result<StatusFeedReceivers, Problem> {
         let watcher_slot = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
-            let error_detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
+            let error_detail =
+                format!("{MAX_FLEET_WATCHERS} watchers are connected already: expected fewer; retry later");
             Problem::new(ProblemKind::TooManyRequests, error_detail).with_retry_after(10)
         })?;
-        Ok(FleetWatcher {
+        Ok(StatusFeedReceivers {
             loads_receiver: self.loads_sender.subscribe(),
             overview_receiver: self.overview_sender.subscribe(),
             _slot: watcher_slot,
@@ -76,8 +77,9 @@ fn publish_json(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
     }
 }
 
-pub struct FleetWatcher {
-    /// Receiver of the newest loads as a JSON document, which is replaced at most once per [`MIN_LOADS_INTERVAL`].
+pub struct StatusFeedReceivers {
+    /// Receiver of the newest loads as a JSON document, which is replaced at most once per
+    /// [`MIN_LOAD_PUBLICATION_INTERVAL`].
     pub loads_receiver: watch::Receiver<JsonText>,
     pub overview_receiver: watch::Receiver<JsonText>,
     _slot: OwnedSemaphorePermit,

@@ -10,12 +10,12 @@ use coreward_api::types::{
 };
 use coreward_config::TomlSource;
 use coreward_http::extract::Json;
-use coreward_http::work::{self, JsonAnswer, RequestWorkSize, compute_answer};
+use coreward_http::work::{self, JsonAnswer, RequestWorkSize, compute_json_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;
 use crate::server::controller_state::ControllerState;
-use crate::server::state_manager::{ApplyDocumentError, ApplyDocumentRequest, RecordChange};
+use crate::server::state_manager::{ApplyDocumentError, ApplyDocumentRequest, FleetRecordChange};
 use coreward_fleet::config::{self, FleetConfig, list_changes};
 use coreward_fleet::records::FleetDocument;
 
@@ -23,7 +23,7 @@ use coreward_fleet::records::FleetDocument;
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "Fleet document", body = Fleet)))]
 pub async fn get_fleet(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(RequestWorkSize::Small, move || {
+    compute_json_answer(RequestWorkSize::Small, move || {
         let (document, file) = active_document_and_file(&controller_state);
         let file_path = file.map(|file| file.display().to_string());
         Ok(Fleet { generation: document.generation, file: file_path, text: document.text.to_string() })
@@ -37,11 +37,11 @@ fn active_document_and_file(state: &ControllerState) -> (FleetDocument, Option<P
 }
 
 /// Maximum length of a fleet document's name in bytes, because each reported mistake contains the name.
-const MAX_DOCUMENT_NAME_BYTES: usize = 4096;
+const MAX_FLEET_DOCUMENT_NAME_BYTES: usize = 4096;
 
 fn check_document_name(name: &str) -> Result<(), Problem> {
-    if name.len() > MAX_DOCUMENT_NAME_BYTES {
-        let error_detail = format!("a name of {} bytes: expected at most {MAX_DOCUMENT_NAME_BYTES}", name.len());
+    if name.len() > MAX_FLEET_DOCUMENT_NAME_BYTES {
+        let error_detail = format!("a name of {} bytes: expected at most {MAX_FLEET_DOCUMENT_NAME_BYTES}", name.len());
         return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
     Ok(())
@@ -54,7 +54,7 @@ fn check_document_name(name: &str) -> Result<(), Problem> {
 )]
 pub async fn get_acknowledgements(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(RequestWorkSize::Small, move || {
+    compute_json_answer(RequestWorkSize::Small, move || {
         Ok(controller_state.lock_controller().acknowledgements(controller_state.now()))
     })
     .await
@@ -82,17 +82,17 @@ pub async fn put_fleet(
     let (old_document, _) = active_document_and_file(&controller_state);
     let was_in_force = *old_document.text == *text && old_document.generation > 0;
     // Other requests and changes do not wait for this work.
-    let (fleet, changes) = work::run_on_worker(RequestWorkSize::Large, move || {
+    let (fleet, changes) = work::run_on_worker_thread(RequestWorkSize::Large, move || {
         let source = TomlSource::from_text(&name, &text);
         let changes = list_changes(&TomlSource::from_text("the fleet in force", &old_document.text), &source);
         (FleetConfig::parse(&source), changes)
     })
     .await?;
     let change_lines = changes.iter().map(ToString::to_string).collect();
-    let change = RecordChange::ApplyDocument(Box::new(ApplyDocumentRequest {
+    let change = FleetRecordChange::ApplyDocument(Box::new(ApplyDocumentRequest {
         fleet,
         change_descriptions: change_lines,
-        compared_generation: generation,
+        base_generation: generation,
         dry_run,
     }));
     let outcome = controller_state
@@ -110,7 +110,7 @@ pub async fn put_fleet(
         );
     }
     // No other request may prevent this answer, or the caller would assume that the document was not applied.
-    compute_answer(RequestWorkSize::Small, move || {
+    compute_json_answer(RequestWorkSize::Small, move || {
         Ok(FleetApplied {
             generation: applied_generation,
             replaced_generation: generation,
@@ -128,12 +128,12 @@ impl ApiState {
             Some(
                 conflict @ (ApplyDocumentError::GenerationConflict { .. } | ApplyDocumentError::ManagedByFile { .. }),
             ) => Problem::new(ProblemKind::Conflict, conflict.to_string()),
-            None => self.failed_change_problem(error),
+            None => self.problem_for_failed_change(error),
         }
     }
 }
 
-fn to_fleet_change(change: &config::DocumentChange) -> FleetChange {
+fn to_fleet_change(change: &config::FleetDocumentChange) -> FleetChange {
     let message = change.to_string();
     let breaking_reason = change.reason_for_broken_connections().map(str::to_owned);
     let whole_subject_change = |subject: &String| FleetChange {
@@ -145,10 +145,10 @@ fn to_fleet_change(change: &config::DocumentChange) -> FleetChange {
         breakage_reason: breaking_reason.clone(),
     };
     let document_change = match change {
-        config::DocumentChange::Added { subject, .. } | config::DocumentChange::Removed { subject } => {
+        config::FleetDocumentChange::Added { subject, .. } | config::FleetDocumentChange::Removed { subject } => {
             whole_subject_change(subject)
         }
-        config::DocumentChange::Changed { subject, key, old, new } => {
+        config::FleetDocumentChange::Changed { subject, key, old, new } => {
             FleetChange { key: Some(key.clone()), old: old.clone(), new: new.clone(), ..whole_subject_change(subject) }
         }
     };
@@ -163,7 +163,7 @@ fn to_fleet_change(change: &config::DocumentChange) -> FleetChange {
 )]
 pub async fn check_fleet_document(Json(request): Json<CheckRequest>) -> Result<JsonAnswer, Problem> {
     check_document_name(&request.name)?;
-    compute_answer(RequestWorkSize::Large, move || {
+    compute_json_answer(RequestWorkSize::Large, move || {
         Ok(match FleetConfig::parse(&TomlSource::from_text(&request.name, &request.text)) {
             Ok(_) => CheckResult { mistakes: Vec::new(), omitted_count: 0 },
             Err(mistakes) => CheckResult {
@@ -182,22 +182,22 @@ mod tests {
 
     use axum::response::IntoResponse as _;
     use coreward_api::Role;
-    use coreward_http::endpoints::AccessControl;
+    use coreward_http::endpoints::ApiAccessControl;
     use coreward_http::tokens::ApiTokens;
     use tokio::sync::mpsc;
 
     use super::*;
-    use crate::api::isolation_tests::open_controller;
-    use crate::server::apply_change;
-    use crate::server::controller_state::RecordChangeRequest;
+    use crate::api::isolation_tests::open_controller_parts;
+    use crate::server::apply_record_change;
+    use crate::server::controller_state::FleetRecordChangeRequest;
     use crate::server::state_manager::FleetStateManager;
 
-    fn start_leading_api(
+    fn open_leader_api(
         state_directory: &std::path::Path,
-    ) -> (ApiState, FleetStateManager, mpsc::Receiver<RecordChangeRequest>) {
-        let (election, manager, state, changes) = open_controller(state_directory);
+    ) -> (ApiState, FleetStateManager, mpsc::Receiver<FleetRecordChangeRequest>) {
+        let (election, manager, state, changes) = open_controller_parts(state_directory);
         election.become_leader(Arc::new(state));
-        let access_control = Arc::new(AccessControl::new(
+        let access_control = Arc::new(ApiAccessControl::new(
             Arc::new(ApiTokens::open(state_directory).unwrap()),
             Default::default(),
             Arc::default(),
@@ -215,7 +215,7 @@ mod tests {
     #[tokio::test]
     async fn acknowledgement_names_the_generation_of_the_callers_document() {
         let directory = tempfile::tempdir().unwrap();
-        let (api, mut manager, mut changes) = start_leading_api(directory.path());
+        let (api, mut manager, mut changes) = open_leader_api(directory.path());
         let state = api.leader_state().unwrap();
         let put_document = |generation: u64| {
             let document_text = format!("max_connection_lifetime = \"{}h\"\n", generation + 1);
@@ -228,9 +228,9 @@ mod tests {
         let apply_both_documents = async {
             let mut reported_generations = Vec::new();
             for _ in 0..2 {
-                let RecordChangeRequest { change, author, reply_sender } = changes.recv().await.unwrap();
+                let FleetRecordChangeRequest { change, author, reply_sender } = changes.recv().await.unwrap();
                 first_request_notification.notify_one();
-                let (returned_manager, outcome) = apply_change(manager, &state, change, author).await.unwrap();
+                let (returned_manager, outcome) = apply_record_change(manager, &state, change, author).await.unwrap();
                 manager = returned_manager;
                 reported_generations.push((reply_sender, outcome));
             }

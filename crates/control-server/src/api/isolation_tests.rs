@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_api::Role;
-use coreward_http::endpoints::{DEFAULT_MAX_BODY_BYTES, MAX_FLEET_DOCUMENT_BYTES};
-use coreward_http::serve::{ApiListener, PlainAcceptor};
+use coreward_http::endpoints::{DEFAULT_MAX_REQUEST_BODY_BYTES, MAX_FLEET_DOCUMENT_BYTES};
+use coreward_http::serve::{ApiListener, PlainTcpAcceptor};
 use coreward_http::tokens::{ApiTokens, token_file_path};
 use coreward_model::ServerId;
 use coreward_wire::ServiceIndex;
@@ -21,8 +21,8 @@ use tokio::sync::mpsc;
 
 use super::{build_router, update_watchers_loop};
 use crate::config::ControllerConfig;
-use crate::server::apply_change;
-use crate::server::controller_state::{ControllerState, RecordChangeRequest};
+use crate::server::apply_record_change;
+use crate::server::controller_state::{ControllerState, FleetRecordChangeRequest};
 use crate::server::leader_election::LeaderElection;
 use crate::server::state_manager::FleetStateManager;
 use coreward_controller::Controller;
@@ -31,9 +31,9 @@ use coreward_store::FleetStore;
 use coreward_store::embedded::EmbeddedStore;
 
 /// Maximum delay that one large request may cause for other requests and for placement tables.
-const MAX_REQUEST_DELAY: Duration = Duration::from_millis(20);
+const MAX_DELAY_BY_LARGE_REQUEST: Duration = Duration::from_millis(20);
 /// Number of services that use every server. The other services use only a few servers.
-const LARGE_SERVICE_COUNT: usize = 8;
+const SERVICES_WITH_ALL_SERVERS: usize = 8;
 
 /// Returns the fleet document of the largest fleet. `additional_line` makes the texts of several calls different.
 fn largest_fleet_text(additional_line: &str) -> String {
@@ -45,7 +45,7 @@ fn largest_fleet_text(additional_line: &str) -> String {
     for n in 0..ServiceIndex::COUNT {
         let [high, low] = (n as u16).to_be_bytes();
         text += &format!("[[service]]\nname = \"service-{n}\"\nvip = \"10.200.{high}.{low}:80\"\n");
-        if n >= LARGE_SERVICE_COUNT {
+        if n >= SERVICES_WITH_ALL_SERVERS {
             let first_server = n * 8 % ServerId::COUNT;
             text += &format!("servers = [\"server-{first_server}\", \"server-{}\"]\n", first_server + 1);
         }
@@ -58,7 +58,7 @@ struct IsolationTestEnv {
     state: Arc<ControllerState>,
     client: Client,
     viewer_and_operator_tokens: [String; 2],
-    api_thread: Arc<ApiThreadBusyTime>,
+    api_thread_busy_time: Arc<ApiThreadBusyTime>,
     /// Longest wait for the controller's lock since the last [`IsolationTestEnv::take_longest_lock_wait`] (ns).
     longest_lock_wait_ns: Arc<AtomicU64>,
 }
@@ -126,12 +126,12 @@ impl IsolationTestEnv {
 
     /// Sends the request. Returns a description of the response, and the longest times for which other work waited for
     /// the API's thread and for the controller's lock.
-    async fn measure_request(&self, request: &TestRequest) -> (String, Duration, Duration) {
+    async fn measure_request_delays(&self, request: &TestRequest) -> (String, Duration, Duration) {
         self.take_longest_lock_wait();
-        self.api_thread.take_longest_busy_time().await;
+        self.api_thread_busy_time.take_longest_busy_time().await;
         let (status, bytes) = self.send_request(request).await;
         let (thread_delay, lock_delay) =
-            (self.api_thread.take_longest_busy_time().await, self.take_longest_lock_wait());
+            (self.api_thread_busy_time.take_longest_busy_time().await, self.take_longest_lock_wait());
         let (method, path, _, body) = request;
         let body_prefix: String = body.chars().take(60).collect();
         let request_summary = format!(
@@ -148,13 +148,13 @@ impl IsolationTestEnv {
 
 type TestRequest = (Method, String, Role, String);
 
-async fn process_changes(
+async fn apply_requested_changes(
     mut manager: FleetStateManager,
     state: &ControllerState,
-    mut changes: tokio::sync::mpsc::Receiver<RecordChangeRequest>,
+    mut changes: tokio::sync::mpsc::Receiver<FleetRecordChangeRequest>,
 ) {
-    while let Some(RecordChangeRequest { change, author, reply_sender }) = changes.recv().await {
-        let (returned_manager, outcome) = apply_change(manager, state, change, author).await.unwrap();
+    while let Some(FleetRecordChangeRequest { change, author, reply_sender }) = changes.recv().await {
+        let (returned_manager, outcome) = apply_record_change(manager, state, change, author).await.unwrap();
         manager = returned_manager;
         let _ = reply_sender.send(outcome);
     }
@@ -162,9 +162,9 @@ async fn process_changes(
 
 /// Opens a controller with its files in `directory`. It leads only after [`LeaderElection::become_leader`] is called
 /// with the returned state.
-pub(super) fn open_controller(
+pub(super) fn open_controller_parts(
     directory: &Path,
-) -> (LeaderElection, FleetStateManager, ControllerState, mpsc::Receiver<RecordChangeRequest>) {
+) -> (LeaderElection, FleetStateManager, ControllerState, mpsc::Receiver<FleetRecordChangeRequest>) {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
     let config = ControllerConfig::load(&path).unwrap();
@@ -182,7 +182,7 @@ pub(super) fn open_controller(
 
 /// Runs the test with a controller that leads the largest fleet, and with its API.
 fn run_with_env(directory: &Path, test: impl AsyncFnOnce(&IsolationTestEnv)) {
-    let (election, manager, state, changes) = open_controller(directory);
+    let (election, manager, state, changes) = open_controller_parts(directory);
     let state = Arc::new(state);
     state.allow_tables();
     election.become_leader(state.clone());
@@ -202,34 +202,34 @@ fn run_with_env(directory: &Path, test: impl AsyncFnOnce(&IsolationTestEnv)) {
         state: state.clone(),
         client,
         viewer_and_operator_tokens: tokens,
-        api_thread,
+        api_thread_busy_time: api_thread,
         longest_lock_wait_ns: longest_wait_ns,
     };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
         let (router, api) = build_router(Arc::new(election), api_tokens).unwrap();
-        let busy_time_measurement = measure_thread_busy_time(env.api_thread.clone());
+        let busy_time_measurement = measure_thread_busy_time(env.api_thread_busy_time.clone());
         let background_tasks = async {
             tokio::join!(update_watchers_loop(api), busy_time_measurement);
         };
-        let _serving = listener.serve(PlainAcceptor, router, || (), background_tasks).unwrap();
+        let _serving = listener.serve(PlainTcpAcceptor, router, || (), background_tasks).unwrap();
         tokio::select! {
-            () = process_changes(manager, &state, changes) => {}
+            () = apply_requested_changes(manager, &state, changes) => {}
             () = test(&env) => {}
         }
     });
 }
 
-fn check_request_body(text: &str) -> String {
+fn build_check_request_json(text: &str) -> String {
     json!({ "name": "fleet.toml", "text": text }).to_string()
 }
 
-fn server_list_of_maximum_size(server_json: &str) -> String {
+fn largest_check_request_json(server_json: &str) -> String {
     let json_byte_count = json!(server_json).to_string().len() - 2;
-    check_request_body(&server_json.repeat((MAX_FLEET_DOCUMENT_BYTES - 100) / json_byte_count))
+    build_check_request_json(&server_json.repeat((MAX_FLEET_DOCUMENT_BYTES - 100) / json_byte_count))
 }
 
 /// Texts, each of which a test repeats to fill a fleet document of the maximum size.
-const REPEATED_TOML_TEXTS: [&str; 15] = [
+const REPEATED_DOCUMENT_TOML_TEXTS: [&str; 15] = [
     "=\n",
     "a=1\n",
     "[a]\n",
@@ -270,19 +270,26 @@ const READ_ONLY_API_PATHS: [&str; 17] = [
 fn largest_requests() -> Vec<TestRequest> {
     let fleet_text = largest_fleet_text("");
     let build_check_request = |text| (Method::POST, "/v1/check".to_owned(), Role::Viewer, text);
-    let mut requests: Vec<TestRequest> =
-        REPEATED_TOML_TEXTS.into_iter().map(|unit| build_check_request(server_list_of_maximum_size(unit))).collect();
+    let mut requests: Vec<TestRequest> = REPEATED_DOCUMENT_TOML_TEXTS
+        .into_iter()
+        .map(|unit| build_check_request(largest_check_request_json(unit)))
+        .collect();
     let unknown_servers: String = (0..300_000).map(|n| format!("\"server-{n}x\",")).collect();
-    requests.push(build_check_request(check_request_body(&format!(
+    requests.push(build_check_request(build_check_request_json(&format!(
         "{fleet_text}[[service]]\nname=\"x\"\nservers=[{unknown_servers}]\n"
     ))));
-    requests.push(build_check_request(check_request_body(&format!(
+    requests.push(build_check_request(build_check_request_json(&format!(
         "{fleet_text}[[service]]\nname=\"x\"\nservers=[\"{}\"]\n",
         "s".repeat(4 << 20)
     ))));
-    requests.push(build_check_request(check_request_body(&fleet_text)));
+    requests.push(build_check_request(build_check_request_json(&fleet_text)));
     requests.push(build_check_request("[".repeat(MAX_FLEET_DOCUMENT_BYTES)));
-    requests.push((Method::POST, "/v1/keys/rotate".to_owned(), Role::Operator, "[".repeat(DEFAULT_MAX_BODY_BYTES)));
+    requests.push((
+        Method::POST,
+        "/v1/keys/rotate".to_owned(),
+        Role::Operator,
+        "[".repeat(DEFAULT_MAX_REQUEST_BODY_BYTES),
+    ));
     for path in READ_ONLY_API_PATHS {
         requests.push((Method::GET, format!("/v1/{path}"), Role::Operator, String::new()));
     }
@@ -298,14 +305,14 @@ async fn assert_request_causes_no_delay(env: &IsolationTestEnv, request: impl Fn
     for attempt in 0..MAX_REQUEST_ATTEMPTS {
         let (thread_delay, lock_delay);
         let request = request(attempt);
-        (request_summary, thread_delay, lock_delay) = env.measure_request(&request).await;
+        (request_summary, thread_delay, lock_delay) = env.measure_request_delays(&request).await;
         // A check takes no lock, so the time for parsing must not count as a wait for it.
         let takes_lock = request.1 != "/v1/check";
-        if thread_delay < MAX_REQUEST_DELAY && (lock_delay < MAX_REQUEST_DELAY || !takes_lock) {
+        if thread_delay < MAX_DELAY_BY_LARGE_REQUEST && (lock_delay < MAX_DELAY_BY_LARGE_REQUEST || !takes_lock) {
             return eprintln!("{request_summary}");
         }
     }
-    panic!("{MAX_REQUEST_ATTEMPTS} times at least {MAX_REQUEST_DELAY:?}; the last: {request_summary}");
+    panic!("{MAX_REQUEST_ATTEMPTS} times at least {MAX_DELAY_BY_LARGE_REQUEST:?}; the last: {request_summary}");
 }
 
 #[test]

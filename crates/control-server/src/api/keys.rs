@@ -8,7 +8,7 @@ use coreward_http::extract::Json;
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;
-use crate::server::state_manager::RecordChange;
+use crate::server::state_manager::FleetRecordChange;
 
 /// State of the cookie keys and of their rotation
 #[utoipa::path(
@@ -35,12 +35,12 @@ pub async fn rotate_keys(
 ) -> Result<Json<Keys>, Problem> {
     let controller_state = api.leader_state()?;
     let now = controller_state.now();
-    let key_step_result = controller_state.lock_controller().requested_key_step(request.force, now);
+    let key_step_result = controller_state.lock_controller().requested_rotation_step(request.force, now);
     let key_step = key_step_result.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
     controller_state
-        .request_change((&caller).into(), RecordChange::TakeKeyStep(key_step))
+        .request_change((&caller).into(), FleetRecordChange::TakeKeyRotationStep(key_step))
         .await
-        .map_err(|error| api.failed_change_problem(&error))?;
+        .map_err(|error| api.problem_for_failed_change(&error))?;
     api.events.add_event(
         (SubjectKind::Keys, EventId::KeysRotated),
         "",

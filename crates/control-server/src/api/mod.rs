@@ -26,7 +26,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::IntoResponse;
 use coreward_api::Role;
-use coreward_http::endpoints::{AccessControl, ApiEndpoints, MAX_FLEET_DOCUMENT_BYTES};
+use coreward_http::endpoints::{ApiAccessControl, ApiEndpoints, MAX_FLEET_DOCUMENT_BYTES};
 use coreward_http::serve::{ApiListener, RunningApiServer, StreamAcceptor};
 use coreward_http::tokens::ApiTokens;
 use coreward_http::work::{self, RequestWorkSize};
@@ -42,7 +42,7 @@ use events::FleetEventLog;
 use feed::StatusFeed;
 
 /// Interval at which the fleet is polled for new events.
-const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(500);
+const FLEET_EVENT_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 const API_DESCRIPTION: &str = "State and control of a coreward controller (layer-4 load balancer). Every request \
     carries `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
@@ -51,7 +51,7 @@ const API_DESCRIPTION: &str = "State and control of a coreward controller (layer
 #[derive(Clone)]
 pub struct ApiState {
     election: Arc<LeaderElection>,
-    access_control: Arc<AccessControl>,
+    access_control: Arc<ApiAccessControl>,
     events: Arc<FleetEventLog>,
     status_feed: Arc<StatusFeed>,
     openapi_document: Arc<std::sync::OnceLock<String>>,
@@ -66,7 +66,7 @@ impl ApiState {
 
 impl ApiState {
     /// Returns the HTTP problem that explains why a change was not made.
-    fn failed_change_problem(&self, error: &anyhow::Error) -> Problem {
+    fn problem_for_failed_change(&self, error: &anyhow::Error) -> Problem {
         if is_caused_by_deposition(error) || self.election.leader_state().is_err() {
             self.not_leading_problem(Some(error))
         } else if error.downcast_ref::<FleetStoreError>().is_some() {
@@ -89,7 +89,7 @@ impl ApiState {
     }
 }
 
-fn build_endpoints(access_control: Arc<AccessControl>) -> ApiEndpoints<ApiState> {
+fn build_endpoints(access_control: Arc<ApiAccessControl>) -> ApiEndpoints<ApiState> {
     let viewer_role = Role::Viewer;
     ApiEndpoints::new(access_control, "coreward controller", API_DESCRIPTION)
         .add_endpoint(viewer_role, routes!(status_handlers::get_version))
@@ -113,8 +113,12 @@ fn build_endpoints(access_control: Arc<AccessControl>) -> ApiEndpoints<ApiState>
         .add_endpoint(viewer_role, routes!(fleet_handlers::get_acknowledgements))
         .add_endpoint(Role::Operator, routes!(audit::get_audit_log))
         .add_endpoint(Role::Operator, routes!(audit::forget_load_balancer))
-        .add_with_body_limit(Role::Operator, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::put_fleet))
-        .add_with_body_limit(viewer_role, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::check_fleet_document))
+        .add_endpoint_with_body_limit(Role::Operator, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::put_fleet))
+        .add_endpoint_with_body_limit(
+            viewer_role,
+            MAX_FLEET_DOCUMENT_BYTES,
+            routes!(fleet_handlers::check_fleet_document),
+        )
         .add_endpoint(viewer_role, routes!(watch::get_events))
         .add_endpoint(viewer_role, routes!(watch::watch_fleet))
         .add_endpoint(viewer_role, routes!(dashboard::log_in, dashboard::log_out))
@@ -133,8 +137,11 @@ async fn get_openapi_document(State(api): State<ApiState>) -> impl IntoResponse 
 
 /// Returns the router of all endpoints, with the state that its handlers share.
 fn build_router(election: Arc<LeaderElection>, tokens: Arc<ApiTokens>) -> anyhow::Result<(Router, ApiState)> {
-    let access_control =
-        Arc::new(AccessControl::new(tokens, election.security.revocation_list.clone(), election.api_requests.clone()));
+    let access_control = Arc::new(ApiAccessControl::new(
+        tokens,
+        election.security.revocation_list.clone(),
+        election.api_request_counts.clone(),
+    ));
     let api = ApiState {
         election,
         access_control: access_control.clone(),
@@ -166,7 +173,7 @@ pub fn serve_api(
 }
 
 /// Reads the token files again at each SIGHUP. Never returns.
-async fn reload_tokens_on_sighup(access_control: &AccessControl, mut hangup: Signal) {
+async fn reload_tokens_on_sighup(access_control: &ApiAccessControl, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = access_control.reload_tokens() {
             tracing::warn!(
@@ -180,7 +187,7 @@ async fn reload_tokens_on_sighup(access_control: &AccessControl, mut hangup: Sig
 
 /// Records events and updates the watchers' documents at regular intervals. Never returns.
 async fn update_watchers_loop(api: ApiState) {
-    let mut loads_timer = tokio::time::interval(feed::MIN_LOADS_INTERVAL);
+    let mut loads_timer = tokio::time::interval(feed::MIN_LOAD_PUBLICATION_INTERVAL);
     loads_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut next_overview_time = Instant::now();
     loop {
@@ -188,11 +195,11 @@ async fn update_watchers_loop(api: ApiState) {
         let Ok(controller_state) = api.leader_state() else { continue };
         let is_overview_due = tick_time >= next_overview_time;
         if is_overview_due {
-            next_overview_time = tick_time + EVENT_POLL_INTERVAL;
+            next_overview_time = tick_time + FLEET_EVENT_POLL_INTERVAL;
         }
         let api = api.clone();
         // The update runs as separate work, because thousands of servers take some time.
-        let update_task = work::run_on_worker(RequestWorkSize::Small, move || {
+        let update_task = work::run_on_worker_thread(RequestWorkSize::Small, move || {
             if is_overview_due {
                 let now = controller_state.now();
                 let overview = controller_state.overview(now);

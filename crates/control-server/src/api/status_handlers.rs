@@ -10,7 +10,7 @@ use coreward_api::types::{
 };
 use coreward_api::{Caller, Role};
 use coreward_http::extract::{Json, Path, Query};
-use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_answer};
+use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_json_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;
@@ -51,12 +51,12 @@ pub async fn get_status(
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(RequestWorkSize::Small, move || Ok(controller_state.status(query.rss_keys))).await
+    let controller_state = authorized_controller_state(&api, caller, query)?;
+    compute_json_answer(RequestWorkSize::Small, move || Ok(controller_state.status(query.rss_keys))).await
 }
 
 /// Returns the controller's state. Fails if the query requests more than this caller may read.
-fn state_visible_to_caller(
+fn authorized_controller_state(
     api: &ApiState,
     caller: Caller,
     query: StatusQuery,
@@ -78,8 +78,8 @@ pub async fn get_services(
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(RequestWorkSize::Small, move || {
+    let controller_state = authorized_controller_state(&api, caller, query)?;
+    compute_json_answer(RequestWorkSize::Small, move || {
         Ok(Services { services: controller_state.services(query.rss_keys, controller_state.now()) })
     })
     .await
@@ -101,8 +101,8 @@ pub async fn get_service(
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(RequestWorkSize::Small, move || {
+    let controller_state = authorized_controller_state(&api, caller, query)?;
+    compute_json_answer(RequestWorkSize::Small, move || {
         let service_status = controller_state.service(&name, query.rss_keys, controller_state.now());
         service_status.ok_or_else(|| Problem::not_found("service", &name))
     })
@@ -120,8 +120,8 @@ pub async fn get_servers(
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(RequestWorkSize::Small, move || {
+    let controller_state = authorized_controller_state(&api, caller, query)?;
+    compute_json_answer(RequestWorkSize::Small, move || {
         Ok(Servers { servers: controller_state.servers(query.rss_keys, controller_state.now()) })
     })
     .await
@@ -143,8 +143,8 @@ pub async fn get_server(
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(RequestWorkSize::Small, move || {
+    let controller_state = authorized_controller_state(&api, caller, query)?;
+    compute_json_answer(RequestWorkSize::Small, move || {
         let server_status = controller_state.server(&name, query.rss_keys, controller_state.now());
         server_status.ok_or_else(|| Problem::not_found("server", &name))
     })
@@ -157,7 +157,7 @@ pub async fn get_server(
 )]
 pub async fn get_load_balancers(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(RequestWorkSize::Small, move || {
+    compute_json_answer(RequestWorkSize::Small, move || {
         Ok(LoadBalancers { load_balancers: controller_state.load_balancers() })
     })
     .await
@@ -175,7 +175,7 @@ pub async fn get_load_balancers(State(api): State<ApiState>) -> Result<JsonAnswe
 )]
 pub async fn get_load_balancer(State(api): State<ApiState>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(RequestWorkSize::Small, move || {
+    compute_json_answer(RequestWorkSize::Small, move || {
         let balancer_status = controller_state.load_balancers().into_iter().find(|balancer| balancer.name == name);
         balancer_status.ok_or_else(|| Problem::not_found("load balancer", &name))
     })
@@ -186,7 +186,7 @@ pub async fn get_load_balancer(State(api): State<ApiState>, Path(name): Path<Str
 #[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "Loads and counters", body = Loads)))]
 pub async fn get_loads(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(RequestWorkSize::Small, move || Ok(controller_state.loads())).await
+    compute_json_answer(RequestWorkSize::Small, move || Ok(controller_state.loads())).await
 }
 
 /// Newest table of every service, without contents
@@ -196,7 +196,7 @@ pub async fn get_loads(State(api): State<ApiState>) -> Result<JsonAnswer, Proble
 )]
 pub async fn get_tables(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(RequestWorkSize::Small, move || {
+    compute_json_answer(RequestWorkSize::Small, move || {
         Ok(controller_state.lock_controller().table_summaries(controller_state.now()))
     })
     .await
@@ -214,7 +214,7 @@ pub async fn get_tables(State(api): State<ApiState>) -> Result<JsonAnswer, Probl
 )]
 pub async fn get_table(State(api): State<ApiState>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(RequestWorkSize::Small, move || {
+    compute_json_answer(RequestWorkSize::Small, move || {
         controller_state.table(&name).ok_or_else(|| Problem::not_found("table of service", &name))
     })
     .await

@@ -18,11 +18,11 @@ use utoipa::IntoParams;
 
 use super::ApiState;
 use super::events::MAX_STORED_EVENTS;
-use super::feed::FleetWatcher;
+use super::feed::StatusFeedReceivers;
 use crate::server::controller_state::ControllerState;
 
 /// Interval of keep-alive messages. If they are absent, both sides detect a broken connection.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const WATCH_KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Delay after which browsers reconnect to the stream.
 const WATCHER_RECONNECT_DELAY: Duration = Duration::from_secs(1);
 
@@ -54,7 +54,7 @@ pub async fn get_events(
 #[derive(Debug, Clone, Copy, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub struct WatchQuery {
+pub struct StatusWatchQuery {
     /// Time between two `loads` messages (ms).
     #[serde(default = "default_loads_interval_ms")]
     #[param(value_type = Option<u32>, minimum = 250, maximum = 60000, default = 1000)]
@@ -73,13 +73,13 @@ fn default_loads_interval_ms() -> u32 {
 /// controller checks tokens and certificates again (SIGHUP). Clients should then reconnect.
 #[utoipa::path(
     get, path = "/v1/watch",
-    params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Id of the last received event")),
+    params(StatusWatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Id of the last received event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream", body = String))
 )]
 pub async fn watch_fleet(
     State(api): State<ApiState>,
     headers: HeaderMap,
-    Query(query): Query<WatchQuery>,
+    Query(query): Query<StatusWatchQuery>,
 ) -> Result<Sse<impl Stream<Item = Result<sse::Event, Infallible>>>, Problem> {
     let allowed_intervals = 250..=60_000;
     if !allowed_intervals.contains(&query.interval_ms) {
@@ -91,14 +91,14 @@ pub async fn watch_fleet(
     let run_id_and_event_id =
         last_event_header.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.controller_run_id());
     let last_event_id = run_id_and_event_id.and_then(|(_, id)| id.parse().ok());
-    let mut watcher = api.status_feed.subscribe_watcher()?;
+    let mut watcher = api.status_feed.add_watcher()?;
     watcher.overview_receiver.mark_changed();
     let missed_events = api
         .events
         .events_after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_STORED_EVENTS } else { 100 });
     let watcher_updates = WatcherUpdates {
         controller_state,
-        permission_changes: api.access_control.subscribe_to_permission_changes(),
+        permission_change_receiver: api.access_control.subscribe_to_permission_changes(),
         newest_event_id_receiver: api.events.subscribe_to_newest_id(),
         last_queued_event_id: missed_events.last().map(|event| event.id).or(last_event_id).unwrap_or(0),
         pending_events: missed_events.into(),
@@ -111,7 +111,7 @@ pub async fn watch_fleet(
         let sse_event = watcher_updates.next_sse_message().await?;
         Some((Ok(sse_event), watcher_updates))
     });
-    Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE_INTERVAL)))
+    Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(WATCH_KEEP_ALIVE_INTERVAL)))
 }
 
 /// State of one watcher's stream, with the updates that the watcher still has to get.
@@ -119,8 +119,8 @@ struct WatcherUpdates {
     api: ApiState,
     controller_state: Arc<ControllerState>,
     /// Receiver of changes of permissions, after which the watcher must authenticate again.
-    permission_changes: tokio::sync::watch::Receiver<u64>,
-    watcher: FleetWatcher,
+    permission_change_receiver: tokio::sync::watch::Receiver<u64>,
+    watcher: StatusFeedReceivers,
     newest_event_id_receiver: tokio::sync::watch::Receiver<u64>,
     /// Id of the newest event that was sent or is in `pending_events`.
     last_queued_event_id: u64,
@@ -148,7 +148,7 @@ impl WatcherUpdates {
             let loads_timer = tokio::time::sleep_until(self.loads_due_at);
             tokio::select! {
                 biased;
-                _ = self.permission_changes.changed() => return None,
+                _ = self.permission_change_receiver.changed() => return None,
                 _ = self.controller_state.wait_until_deposed() => return None,
                 changed = self.watcher.overview_receiver.changed() => {
                     changed.ok()?;

@@ -47,7 +47,7 @@ fn controller_file_is_parsed_and_mistakes_name_their_keys() {
 }
 
 #[test]
-fn reload_names_the_keys_that_need_a_restart() {
+fn reload_names_keys_that_require_restart() {
     let old_config = parse_controller_config(CONTROLLER_TOML).unwrap();
     let keys_needing_restart =
         |text: &str| old_config.config_keys_needing_restart(&parse_controller_config(text).unwrap());
@@ -85,12 +85,13 @@ fn all_mistakes_are_reported_at_once() {
     assert_eq!(keys, ["listen", "tls.ca", "tls.certificate", "tls.key"], "{mistakes:?}");
 }
 
-const LISTEN_LINE: &str = "listen = \"127.0.0.1:7400\"\n";
-const ETCD_SECTION: &str = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
+const LISTEN_TOML_LINE: &str = "listen = \"127.0.0.1:7400\"\n";
+const ETCD_TOML_SECTION: &str = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
 
 #[test]
 fn etcd_section_is_parsed() {
-    let StoreLocation::Etcd(config) = parse_controller_config(&format!("{LISTEN_LINE}{ETCD_SECTION}")).unwrap().store
+    let StoreLocation::Etcd(config) =
+        parse_controller_config(&format!("{LISTEN_TOML_LINE}{ETCD_TOML_SECTION}")).unwrap().store
     else {
         panic!("in etcd")
     };
@@ -98,14 +99,16 @@ fn etcd_section_is_parsed() {
     assert_eq!((config.key_prefix.as_str(), config.lease_duration), ("/coreward", Duration::from_secs(5)));
     assert_eq!((config.advertised_address, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
     assert_eq!(config.advertised_api_url, None, "it listens on its own host only");
-    let config_with_api_url = format!("{LISTEN_LINE}{ETCD_SECTION}advertise_api = \"https://c1.example:443\"\n");
+    let config_with_api_url =
+        format!("{LISTEN_TOML_LINE}{ETCD_TOML_SECTION}advertise_api = \"https://c1.example:443\"\n");
     let StoreLocation::Etcd(config) = parse_controller_config(&config_with_api_url).unwrap().store else {
         panic!("in etcd")
     };
     assert_eq!(config.advertised_api_url.as_deref(), Some("https://c1.example:443"));
     let tls_section =
         "[etcd]\nendpoints = [\"https://a:1\"]\ntls = { ca = \"ca.pem\", certificate = \"c.pem\", key = \"k.pem\" }\n";
-    let StoreLocation::Etcd(config) = parse_controller_config(&format!("{LISTEN_LINE}{tls_section}")).unwrap().store
+    let StoreLocation::Etcd(config) =
+        parse_controller_config(&format!("{LISTEN_TOML_LINE}{tls_section}")).unwrap().store
     else {
         panic!("in etcd")
     };
@@ -122,14 +125,17 @@ fn expect_mistake(text: &str, message: &str) {
 #[test]
 fn store_and_etcd_are_mutually_exclusive() {
     let cases = [
-        (LISTEN_LINE.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
-        (format!("{CONTROLLER_TOML}{ETCD_SECTION}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),
+        (LISTEN_TOML_LINE.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
         (
-            format!("fleet = \"f.toml\"\n{LISTEN_LINE}{ETCD_SECTION}"),
+            format!("{CONTROLLER_TOML}{ETCD_TOML_SECTION}"),
+            "3:1: key `etcd`: both `store` and [etcd]: expected one of them",
+        ),
+        (
+            format!("fleet = \"f.toml\"\n{LISTEN_TOML_LINE}{ETCD_TOML_SECTION}"),
             "1:9: key `fleet`: several controllers may each have another file",
         ),
         (
-            format!("listen = \"0.0.0.0:7400\"\nallow_plaintext = true\n{ETCD_SECTION}"),
+            format!("listen = \"0.0.0.0:7400\"\nallow_plaintext = true\n{ETCD_TOML_SECTION}"),
             "3:1: key `etcd`: others cannot reach 0.0.0.0:7400: expected `advertise`",
         ),
     ];
@@ -141,9 +147,10 @@ fn store_and_etcd_are_mutually_exclusive() {
 #[test]
 fn etcd_prefix_with_a_reserved_segment_is_rejected() {
     for nested in ["/coreward/parts", "/a/leader/b", "/manifest"] {
-        let error_text = parse_controller_config(&format!("{LISTEN_LINE}{ETCD_SECTION}prefix = {nested:?}\n"))
-            .unwrap_err()
-            .to_string();
+        let error_text =
+            parse_controller_config(&format!("{LISTEN_TOML_LINE}{ETCD_TOML_SECTION}prefix = {nested:?}\n"))
+                .unwrap_err()
+                .to_string();
         assert!(error_text.contains("no segment of leader, manifest, parts"), "{error_text}");
     }
 }
@@ -152,34 +159,34 @@ fn etcd_prefix_with_a_reserved_segment_is_rejected() {
 fn invalid_values_of_etcd_are_rejected() {
     let cases = [
         (
-            format!("{LISTEN_LINE}{ETCD_SECTION}lease = \"2500ms\"\n"),
+            format!("{LISTEN_TOML_LINE}{ETCD_TOML_SECTION}lease = \"2500ms\"\n"),
             "4:9: key `etcd.lease`: a lease in parts of a second",
         ),
         (
-            format!("{LISTEN_LINE}{ETCD_SECTION}lease = \"1s\"\n"),
+            format!("{LISTEN_TOML_LINE}{ETCD_TOML_SECTION}lease = \"1s\"\n"),
             "4:9: key `etcd.lease`: \"1s\": expected a time with its unit, from",
         ),
         (
-            format!("{LISTEN_LINE}{ETCD_SECTION}prefix = \"/a/\"\n"),
+            format!("{LISTEN_TOML_LINE}{ETCD_TOML_SECTION}prefix = \"/a/\"\n"),
             "4:10: key `etcd.prefix`: \"/a/\": expected what all keys",
         ),
         (
-            format!("{LISTEN_LINE}[etcd]\nendpoints = [\"10.1.0.5:2379\"]\n"),
+            format!("{LISTEN_TOML_LINE}[etcd]\nendpoints = [\"10.1.0.5:2379\"]\n"),
             "3:14: key `etcd.endpoints`: \"10.1.0.5:2379\": expected a member of etcd",
         ),
         (
-            format!("{LISTEN_LINE}[etcd]\nendpoints = [\"https://a:1\"]\n"),
+            format!("{LISTEN_TOML_LINE}[etcd]\nendpoints = [\"https://a:1\"]\n"),
             "3:14: key `etcd.endpoints`: https://a:1: expected [etcd.tls] with `ca`",
         ),
         (
-            format!("{LISTEN_LINE}[etcd]\nendpoints = [\"http://a:1\", \"http://a:1\"]\n"),
+            format!("{LISTEN_TOML_LINE}[etcd]\nendpoints = [\"http://a:1\", \"http://a:1\"]\n"),
             "3:28: key `etcd.endpoints`: http://a:1 is named twice",
         ),
         (
-            format!("{LISTEN_LINE}{ETCD_SECTION}advertise_api = \"http://c1:7401\"\n"),
+            format!("{LISTEN_TOML_LINE}{ETCD_TOML_SECTION}advertise_api = \"http://c1:7401\"\n"),
             "4:17: key `etcd.advertise_api`: \"http://c1:7401\": expected where an API is, as \"https://",
         ),
-        (format!("{LISTEN_LINE}[etcd]\nendpoints = []\n"), "2:1: key `etcd`: no endpoints: expected at least one"),
+        (format!("{LISTEN_TOML_LINE}[etcd]\nendpoints = []\n"), "2:1: key `etcd`: no endpoints: expected at least one"),
     ];
     for (text, message) in cases {
         expect_mistake(&text, message);
@@ -200,7 +207,7 @@ fn missing_certificate_file_is_rejected() {
 }
 
 #[test]
-fn revoked_certificates_are_given_as_fingerprints() {
+fn revoked_certificates_are_sha256_fingerprints() {
     let text = format!("{CONTROLLER_TOML}revoked_certificates = [\"AB:CD\"]\n");
     assert_eq!(
         parse_controller_config(&text).unwrap_err(),

@@ -6,14 +6,15 @@ use std::time::Duration;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    BoundedDuration, FromToml, MINUTE_NS, SECOND_NS, Span, Spanned, TomlReader, config_struct, parse_text, serde_json,
+    BoundedDuration, FromToml, MINUTE_NS, SECOND_NS, Span, Spanned, TomlReader, config_struct, parse_toml_string,
+    serde_json,
 };
 use serde_json::{Value, json};
 
 use super::StoreLocation;
 
 /// Default time for which no controller leads after a leader's failure.
-const DEFAULT_LEASE_DURATION: Duration = Duration::from_secs(5);
+const DEFAULT_LEADER_LEASE_DURATION: Duration = Duration::from_secs(5);
 
 /// Settings of the connection to etcd and of the leader election.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,7 +52,7 @@ config_struct! {
         /// Time for which the leader continues without etcd, and for which no controller leads after the leader's
         /// failure; whole seconds.
         pub lease: Spanned<BoundedDuration<{ 2 * SECOND_NS }, MINUTE_NS>> =
-            Spanned::new(0..0, BoundedDuration(DEFAULT_LEASE_DURATION)),
+            Spanned::new(0..0, BoundedDuration(DEFAULT_LEADER_LEASE_DURATION)),
         /// This controller's address and port in the daemons' files; default: `listen`.
         pub advertise: Option<SocketAddr>,
         /// https://HOST:PORT of this controller's API, as in its certificate; default: `api`, if it is not local.
@@ -78,7 +79,7 @@ pub struct EtcdEndpoint(pub String);
 
 impl FromToml for EtcdEndpoint {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |text| {
+        parse_toml_string(value, reader, |text| {
             let host_and_port = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
             let is_valid = host_and_port.is_some_and(is_host_and_port);
             is_valid
@@ -101,7 +102,7 @@ pub struct ApiUrl(pub String);
 
 impl FromToml for ApiUrl {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |text| {
+        parse_toml_string(value, reader, |text| {
             let is_valid = text.strip_prefix("https://").is_some_and(is_host_and_port);
             is_valid
                 .then(|| Self(text.to_owned()))
@@ -130,7 +131,7 @@ pub struct EtcdKeyPrefix(pub String);
 
 impl FromToml for EtcdKeyPrefix {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |text| {
+        parse_toml_string(value, reader, |text| {
             let is_unreserved = |segment: &str| !coreward_etcd::RESERVED_KEY_SEGMENTS.contains(&segment);
             let is_valid = text.len() > 1 && text.starts_with('/') && !text.ends_with('/') && !text.contains(' ');
             let is_valid = is_valid && text.split('/').all(is_unreserved);
@@ -162,7 +163,7 @@ pub struct ControllerListenAddresses {
 }
 
 /// Returns the store that the file configures, which must be exactly one. `fleet` is the location of the `fleet` key.
-pub fn store_location(
+pub fn configured_store_location(
     store: Option<PathBuf>,
     etcd: Option<Spanned<EtcdSection>>,
     listens: ControllerListenAddresses,

@@ -10,7 +10,7 @@ use coreward_tls::certificate::CertificateFingerprint;
 use super::DEFAULT_API_ADDRESS;
 use super::etcd::EtcdSection;
 
-const FLEET_FILE_HINT: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
+const MOVE_TO_FLEET_FILE_HINT: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
 
 config_struct! {
     /// The controller's file.
@@ -35,7 +35,7 @@ config_struct! {
         /// stored.
         pub rss_key_file: Option<Secret<RssKey>>,
         /// This controller's certificate, and its trusted authorities.
-        pub tls: Option<coreward_tls::CredentialFiles>,
+        pub tls: Option<coreward_tls::TlsCredentialFiles>,
         /// Certificates that are rejected although they are valid, because their keys were lost.
         pub revoked_certificates: Vec<CertificateFingerprint>,
         /// Without `[tls]`: accept plain connections from other hosts without a warning at every start.
@@ -43,15 +43,15 @@ config_struct! {
     }
     elsewhere {
         "rss_key" => "`rss_key_file = \"FILE\"`, with the key in FILE, as it is a secret",
-        "report_interval_ms" => FLEET_FILE_HINT,
-        "report_interval" => FLEET_FILE_HINT,
-        "load_ewma_alpha" => FLEET_FILE_HINT,
-        "buckets" => FLEET_FILE_HINT,
-        "retire_after_s" => FLEET_FILE_HINT,
-        "max_connection_lifetime" => FLEET_FILE_HINT,
-        "key_rotation_hours" => FLEET_FILE_HINT,
-        "key_rotation" => FLEET_FILE_HINT,
-        "server" => FLEET_FILE_HINT,
-        "service" => FLEET_FILE_HINT,
+        "report_interval_ms" => MOVE_TO_FLEET_FILE_HINT,
+        "report_interval" => MOVE_TO_FLEET_FILE_HINT,
+        "load_ewma_alpha" => MOVE_TO_FLEET_FILE_HINT,
+        "buckets" => MOVE_TO_FLEET_FILE_HINT,
+        "retire_after_s" => MOVE_TO_FLEET_FILE_HINT,
+        "max_connection_lifetime" => MOVE_TO_FLEET_FILE_HINT,
+        "key_rotation_hours" => MOVE_TO_FLEET_FILE_HINT,
+        "key_rotation" => MOVE_TO_FLEET_FILE_HINT,
+        "server" => MOVE_TO_FLEET_FILE_HINT,
+        "service" => MOVE_TO_FLEET_FILE_HINT,
     }
 }

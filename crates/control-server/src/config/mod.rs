@@ -32,7 +32,7 @@ pub struct ControllerConfig {
     /// RSS key that agents with `manage_rss = true` set, or `None` for the key in the store.
     pub rss_key: Option<Secret<RssKey>>,
     /// Files of the controller's own certificate, or `None` if connections are neither encrypted nor authenticated.
-    pub credential_files: Option<coreward_tls::CredentialFiles>,
+    pub credential_files: Option<coreward_tls::TlsCredentialFiles>,
     /// Fingerprints of certificates that are rejected although they are valid.
     pub revoked_certificates: Vec<CertificateFingerprint>,
     /// Whether the controller intentionally listens beyond this host without TLS, so that it logs no warning.
@@ -92,7 +92,7 @@ impl ControllerConfig {
             );
         }
         let fleet_key_span = file.fleet.as_ref().map(Spanned::span);
-        let store_location = etcd::store_location(
+        let store_location = etcd::configured_store_location(
             file.store,
             file.etcd,
             ControllerListenAddresses { daemons: listen_address, api: api_listen_address },

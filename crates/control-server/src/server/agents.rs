@@ -40,7 +40,7 @@ pub enum AgentReportSource {
 impl AgentReportSource {
     /// Returns the relay through a rack, or `None` if the agent is connected directly. Fails if the peer may not report
     /// for the server.
-    fn relay_if_authorized(&self, server: &str) -> Result<Option<RackRelay>, Status> {
+    fn authorized_relay(&self, server: &str) -> Result<Option<RackRelay>, Status> {
         match self {
             Self::Agent(peer) => peer.require_role_and_name(FleetRole::Agent, server).map(|()| None),
             Self::Rack(relay) => Ok(Some(relay.clone())),
@@ -79,7 +79,7 @@ pub async fn serve_agent(
                 error = status.message(),
                 "the controller rejects the registration of an agent"
             );
-            send_rejection(status, &update_sender).await;
+            send_delayed_rejection(status, &update_sender).await;
             return;
         }
     };
@@ -91,18 +91,18 @@ pub async fn serve_agent(
         "the server's agent has registered with the controller"
     );
     let outcome = tokio::select! {
-        outcome = serve_stream(&controller_state, &session, &mut messages, &update_sender) => outcome,
+        outcome = serve_registered_agent(&controller_state, &session, &mut messages, &update_sender) => outcome,
         _ = controller_state.wait_until_deposed() => Err(not_leading_status(None)),
     };
     controller_state.socket_query_relay.forget_agent(session.session_number());
     controller_state.lock_controller().end_session(&session);
-    log_disconnect(session.server_name(), outcome.as_ref().err());
+    log_agent_disconnect(session.server_name(), outcome.as_ref().err());
     if let Err(status) = outcome {
         let _ = update_sender.send(Err(status)).await;
     }
 }
 
-fn log_disconnect(server: &str, error: Option<&Status>) {
+fn log_agent_disconnect(server: &str, error: Option<&Status>) {
     match error {
         None => tracing::info!(
             event = "agent-disconnected",
@@ -120,7 +120,7 @@ fn log_disconnect(server: &str, error: Option<&Status>) {
 
 /// Sends the error after a delay and ends the stream. Because a connection has a limited number of streams, the delay
 /// limits the rate of rejections. There is no delay if the agent replaces another one or searches for the leader.
-async fn send_rejection(status: Status, update_sender: &AgentUpdateSender) {
+async fn send_delayed_rejection(status: Status, update_sender: &AgentUpdateSender) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
             () = tokio::time::sleep(REGISTRATION_REJECTION_DELAY) => {}
@@ -135,26 +135,26 @@ async fn register_agent(
     source: &AgentReportSource,
     messages: &mut impl AgentMessageStream,
 ) -> Result<AgentSession, Status> {
-    let first_message = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.next()).await;
+    let first_message = tokio::time::timeout(coreward_listener::STREAM_REGISTRATION_TIMEOUT, messages.next()).await;
     let message = first_message.map_err(|_| Status::deadline_exceeded("no registration received"))?.transpose()?;
     let first_message = message.and_then(|message| message.message);
     let Some(Message::Registration(registration)) = first_message else {
         return Err(Status::invalid_argument("an agent's first message: expected a registration"));
     };
     let (server, version) = (sanitize_string(registration.server), sanitize_string(registration.version));
-    let relay = source.relay_if_authorized(&server)?;
+    let relay = source.authorized_relay(&server)?;
     let now = controller_state.now();
     let session = controller_state.lock_controller().register_agent_with_relay(&server, &version, relay, now);
     session.map_err(|rejection| grpc_status_for_rejection(&rejection))
 }
 
-async fn serve_stream(
+async fn serve_registered_agent(
     controller_state: &ControllerState,
     session: &AgentSession,
     messages: &mut impl AgentMessageStream,
     update_sender: &AgentUpdateSender,
 ) -> Result<(), Status> {
-    let mut configuration_version_receiver = controller_state.subscribe_to_agent_configuration();
+    let mut configuration_version_receiver = controller_state.subscribe_to_agent_configuration_version();
     configuration_version_receiver.mark_changed();
     let mut query_receiver = controller_state.socket_query_relay.register_agent(session.session_number());
     let send_update = async |update: Update| {

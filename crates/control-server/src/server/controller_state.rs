@@ -18,10 +18,10 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-use coreward_controller::explain::{ExplainError, ServiceSnapshot};
-use coreward_controller::on_change::InputPollCursor;
-use coreward_controller::{Controller, NewPlacementTable, Now, ServicePositions, metrics, tables};
-use coreward_fleet::audit::ChangeAuthor;
+use coreward_controller::explain::{PacketExplanationError, ServiceSnapshot};
+use coreward_controller::on_change::TableInputPollCursor;
+use coreward_controller::{ClockReadings, Controller, NewPlacementTable, ServicePositions, metrics, tables};
+use coreward_fleet::audit::FleetChangeAuthor;
 use coreward_fleet::clock::{RecordClock, wall_clock_time};
 use coreward_fleet::config::PlacementTableTiming;
 use coreward_fleet::fleet::{Fleet, FleetServer};
@@ -29,7 +29,7 @@ use coreward_metrics::metrics;
 use coreward_metrics::table::{Component, HistogramMetric, declare_histogram};
 
 use super::socket_query_relay::SocketQueryRelay;
-use super::state_manager::{FleetStateCounters, RecordChange};
+use super::state_manager::{FleetRecordChange, FleetStateCounters};
 use super::table_budget::TableCpuBudget;
 use super::update_publisher::UpdatePublisher;
 
@@ -59,11 +59,11 @@ pub struct ControllerState {
     agent_configuration_version_sender: watch::Sender<u64>,
     pub socket_query_relay: SocketQueryRelay,
     is_deposed_sender: watch::Sender<bool>,
-    change_request_sender: mpsc::Sender<RecordChangeRequest>,
+    change_request_sender: mpsc::Sender<FleetRecordChangeRequest>,
     /// Whether tables may be made. After a restart, they must wait for agents' reports.
     are_tables_allowed: AtomicBool,
     /// Inputs of the newest published configuration, other than the fleet document and the records.
-    last_published_inputs: Mutex<LastPublishedInputs>,
+    last_published_inputs: Mutex<LastPublishedTableInputs>,
     /// Histogram of the time from a server's newest report to the publication of the table made from it.
     report_to_table_latency: Mutex<LatencyHistogram>,
     start_time: Instant,
@@ -72,22 +72,22 @@ pub struct ControllerState {
 }
 
 /// Requested change of the records, with its author and a channel to the waiting caller.
-pub struct RecordChangeRequest {
-    pub change: RecordChange,
-    pub author: ChangeAuthor,
+pub struct FleetRecordChangeRequest {
+    pub change: FleetRecordChange,
+    pub author: FleetChangeAuthor,
     /// Sender of the result, which is used when the change is active or rejected.
-    pub reply_sender: oneshot::Sender<anyhow::Result<RecordChangeOutcome>>,
+    pub reply_sender: oneshot::Sender<anyhow::Result<FleetRecordChangeOutcome>>,
 }
 
-impl RecordChangeRequest {
-    pub fn without_reply(change: RecordChange, author: ChangeAuthor) -> Self {
+impl FleetRecordChangeRequest {
+    pub fn without_reply(change: FleetRecordChange, author: FleetChangeAuthor) -> Self {
         Self { change, author, reply_sender: oneshot::channel().0 }
     }
 }
 
 /// Result of one change, which later changes do not affect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RecordChangeOutcome {
+pub struct FleetRecordChangeOutcome {
     /// Whether the change has led to a new configuration.
     pub has_new_configuration: bool,
     /// Generation of the fleet document after the change.
@@ -95,14 +95,14 @@ pub struct RecordChangeOutcome {
 }
 
 /// Maximum number of servers that are read during one lock of the controller, which lasts some hundred microseconds.
-const MAX_SERVERS_PER_LOCK: usize = 32;
+const MAX_SERVERS_READ_PER_LOCK: usize = 32;
 
-const CHANGE_QUEUE_LENGTH: usize = 64;
+const RECORD_CHANGE_QUEUE_LENGTH: usize = 64;
 
 #[derive(Default)]
-struct LastPublishedInputs {
+struct LastPublishedTableInputs {
     live_load_balancers: BTreeSet<String>,
-    predecessor_change_count: u64,
+    previous_server_change_count: u64,
     last_tables_made_at: Duration,
 }
 
@@ -112,10 +112,14 @@ impl ControllerState {
         controller: Controller,
         (clock, state_counters): (RecordClock, Arc<FleetStateCounters>),
         leadership: Option<Arc<Leadership>>,
-    ) -> (Self, mpsc::Receiver<RecordChangeRequest>) {
-        let start_time = Now { monotonic_time: Duration::ZERO, wall_time: wall_clock_time(), record_time: clock.now() };
+    ) -> (Self, mpsc::Receiver<FleetRecordChangeRequest>) {
+        let start_time = ClockReadings {
+            monotonic_time: Duration::ZERO,
+            wall_time: wall_clock_time(),
+            record_clock_time: clock.now(),
+        };
         let configuration = controller.fleet_configuration(start_time);
-        let (change_requests, receiver) = mpsc::channel(CHANGE_QUEUE_LENGTH);
+        let (change_requests, receiver) = mpsc::channel(RECORD_CHANGE_QUEUE_LENGTH);
         let state = Self {
             publisher: UpdatePublisher::new(configuration),
             tables_due_notification: Notify::new(),
@@ -126,9 +130,9 @@ impl ControllerState {
             is_deposed_sender: watch::Sender::new(false),
             change_request_sender: change_requests,
             are_tables_allowed: AtomicBool::new(false),
-            last_published_inputs: Mutex::new(LastPublishedInputs {
+            last_published_inputs: Mutex::new(LastPublishedTableInputs {
                 live_load_balancers: controller.live_load_balancer_names(start_time),
-                ..LastPublishedInputs::default()
+                ..LastPublishedTableInputs::default()
             }),
             report_to_table_latency: Mutex::default(),
             controller: Mutex::new(controller),
@@ -142,19 +146,19 @@ impl ControllerState {
     /// Requests a change by the controller itself, and waits until it is active. Fails if it cannot be written.
     pub async fn request_change_by_controller(
         &self,
-        request_own_change: RecordChange,
-    ) -> anyhow::Result<RecordChangeOutcome> {
-        self.request_change(ChangeAuthor::controller(), request_own_change).await
+        request_own_change: FleetRecordChange,
+    ) -> anyhow::Result<FleetRecordChangeOutcome> {
+        self.request_change(FleetChangeAuthor::controller(), request_own_change).await
     }
 
     pub async fn request_change(
         &self,
-        author: ChangeAuthor,
-        change: RecordChange,
-    ) -> anyhow::Result<RecordChangeOutcome> {
+        author: FleetChangeAuthor,
+        change: FleetRecordChange,
+    ) -> anyhow::Result<FleetRecordChangeOutcome> {
         let (reply_sender, outcome) = oneshot::channel();
         self.change_request_sender
-            .send(RecordChangeRequest { change, author, reply_sender })
+            .send(FleetRecordChangeRequest { change, author, reply_sender })
             .await
             .context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
@@ -181,8 +185,12 @@ impl ControllerState {
         self.is_deposed_sender.send_replace(true);
     }
 
-    pub fn now(&self) -> Now {
-        Now { monotonic_time: self.start_time.elapsed(), wall_time: wall_clock_time(), record_time: self.clock.now() }
+    pub fn now(&self) -> ClockReadings {
+        ClockReadings {
+            monotonic_time: self.start_time.elapsed(),
+            wall_time: wall_clock_time(),
+            record_clock_time: self.clock.now(),
+        }
     }
 
     /// Locks the controller. Callers hold the lock for microseconds only, and never across an await.
@@ -205,19 +213,19 @@ impl ControllerState {
         let now = self.now();
         let mut status = self.lock_controller().status_summary(now);
         status.warnings.extend(self.state_counters.warnings());
-        status.keys = self.add_waiting_agents(status.keys, now);
+        status.keys = self.add_agents_delaying_rotation(status.keys, now);
         status.services = self.services(includes_rss_keys, now);
         status.servers = self.servers(includes_rss_keys, now);
         status
     }
 
     /// Returns the status of all services, with full RSS keys if `includes_rss_keys` is set.
-    pub fn services(&self, includes_rss_keys: bool, now: Now) -> Vec<Service> {
+    pub fn services(&self, includes_rss_keys: bool, now: ClockReadings) -> Vec<Service> {
         (0..).map_while(|position| self.service_at_position(position, includes_rss_keys, now)).collect()
     }
 
     /// Returns the status of the service with this name, as in [`ControllerState::services`].
-    pub fn service(&self, name: &str, includes_rss_keys: bool, now: Now) -> Option<Service> {
+    pub fn service(&self, name: &str, includes_rss_keys: bool, now: ClockReadings) -> Option<Service> {
         loop {
             let service_position = self.lock_controller().service_position(name)?;
             let service = self.service_at_position(service_position, includes_rss_keys, now);
@@ -229,13 +237,13 @@ impl ControllerState {
     }
 
     /// Returns the status of all servers, with full RSS keys if `includes_rss_keys` is set.
-    pub fn servers(&self, includes_rss_keys: bool, now: Now) -> Vec<Server> {
+    pub fn servers(&self, includes_rss_keys: bool, now: ClockReadings) -> Vec<Server> {
         self.map_servers(|controller, id, server| controller.server_status(id, server, includes_rss_keys, now))
     }
 
     /// Returns the status of the server with this name, as in [`ControllerState::servers`]. If the operator changed the
     /// server's id, this is the status of the newer id.
-    pub fn server(&self, name: &str, includes_rss_keys: bool, now: Now) -> Option<Server> {
+    pub fn server(&self, name: &str, includes_rss_keys: bool, now: ClockReadings) -> Option<Server> {
         let status_if_named = |controller: &Controller, id, server: &FleetServer| {
             (server.name == name).then(|| controller.server_status(id, server, includes_rss_keys, now))
         };
@@ -248,12 +256,12 @@ impl ControllerState {
     }
 
     /// Returns the part of the status that changes rarely.
-    pub fn overview(&self, now: Now) -> Overview {
+    pub fn overview(&self, now: ClockReadings) -> Overview {
         let mut overview = self.lock_controller().overview_summary(now);
         let read_service = |controller: &Controller, position, pool: Option<&ServerPool>| {
             controller.overview_service(position, pool, now)
         };
-        overview.keys = self.add_waiting_agents(overview.keys, now);
+        overview.keys = self.add_agents_delaying_rotation(overview.keys, now);
         overview.servers = self.map_servers(|controller, id, server| controller.overview_server(id, server, now));
         let server_names: HashMap<u32, &String> =
             overview.servers.iter().map(|server| (server.id, &server.name)).collect();
@@ -276,7 +284,7 @@ impl ControllerState {
     }
 
     /// Returns a snapshot of this service, to explain its placements. Fails if no service has this address.
-    pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceSnapshot, ExplainError> {
+    pub fn service_snapshot(&self, address: ServiceAddress) -> Result<ServiceSnapshot, PacketExplanationError> {
         let now = self.now();
         let service_view = self.lock_controller().service_snapshot(address, now)?;
         let servers =
@@ -297,12 +305,12 @@ impl ControllerState {
         loop {
             let previous_count = values.len();
             self.with_lock(|controller| {
-                for (id, server) in controller.servers_after_id(last_id).take(MAX_SERVERS_PER_LOCK) {
+                for (id, server) in controller.servers_after_id(last_id).take(MAX_SERVERS_READ_PER_LOCK) {
                     values.push(to_value(controller, id, server));
                     last_id = Some(id);
                 }
             });
-            if values.len() - previous_count < MAX_SERVERS_PER_LOCK {
+            if values.len() - previous_count < MAX_SERVERS_READ_PER_LOCK {
                 return values;
             }
         }
@@ -313,14 +321,19 @@ impl ControllerState {
     fn read_service<T>(
         &self,
         service_position: usize,
-        now: Now,
+        now: ClockReadings,
         service_reader: impl FnOnce(&Controller, usize, Option<&ServerPool>) -> Option<T>,
     ) -> Option<T> {
-        let uncached_pool = self.make_uncached_pool(service_position, now);
+        let uncached_pool = self.compute_pool_unless_cached(service_position, now);
         self.with_lock(|controller| service_reader(controller, service_position, uncached_pool.as_ref()))
     }
 
-    fn service_at_position(&self, service_position: usize, includes_rss_keys: bool, now: Now) -> Option<Service> {
+    fn service_at_position(
+        &self,
+        service_position: usize,
+        includes_rss_keys: bool,
+        now: ClockReadings,
+    ) -> Option<Service> {
         let read_status = |controller: &Controller, position, pool: Option<&ServerPool>| {
             controller.service_status(position, pool, includes_rss_keys, now)
         };
@@ -328,11 +341,16 @@ impl ControllerState {
     }
 
     /// Adds the members of the service to its status. The lock is released regularly.
-    fn add_members(&self, service_position: usize, service: Service, now: Now) -> Service {
+    fn add_members(&self, service_position: usize, service: Service, now: ClockReadings) -> Service {
         let (mut members, mut last_id) = (Vec::new(), None);
         loop {
             let member_batch = self.with_lock(|controller| {
-                controller.members_after_id((service_position, service.address), last_id, MAX_SERVERS_PER_LOCK, now)
+                controller.members_after_id(
+                    (service_position, service.address),
+                    last_id,
+                    MAX_SERVERS_READ_PER_LOCK,
+                    now,
+                )
             });
             let Some((batch_end, _)) = member_batch.last() else { return service.with_members(members) };
             last_id = Some(*batch_end);
@@ -342,25 +360,25 @@ impl ControllerState {
 
     /// Makes the service's server pool, or returns `None` if one is cached. This takes tens of ms for thousands of
     /// servers.
-    fn make_uncached_pool(&self, service_position: usize, now: Now) -> Option<ServerPool> {
-        if !self.lock_controller().needs_pool(service_position)? {
+    fn compute_pool_unless_cached(&self, service_position: usize, now: ClockReadings) -> Option<ServerPool> {
+        if !self.lock_controller().lacks_cached_pool(service_position)? {
             return None;
         }
         let mut servers = Vec::new();
         while !self.with_lock(|controller| {
-            controller.add_pool_servers(service_position, &mut servers, MAX_SERVERS_PER_LOCK, now)
+            controller.append_next_pool_servers(service_position, &mut servers, MAX_SERVERS_READ_PER_LOCK, now)
         }) {}
-        self.lock_controller().pool_of_servers(service_position, servers, now)
+        self.lock_controller().build_pool_from_servers(service_position, servers, now)
     }
 
     pub fn keys(&self) -> Keys {
         let now = self.now();
         let keys = self.lock_controller().keys_summary(now);
-        self.add_waiting_agents(keys, now)
+        self.add_agents_delaying_rotation(keys, now)
     }
 
-    fn add_waiting_agents(&self, mut keys: Keys, now: Now) -> Keys {
-        let agents = self.map_servers(|controller, id, server| controller.agent_delaying_keys(id, server, now));
+    fn add_agents_delaying_rotation(&self, mut keys: Keys, now: ClockReadings) -> Keys {
+        let agents = self.map_servers(|controller, id, server| controller.agent_delaying_rotation(id, server, now));
         keys.pending_peers.extend(agents.into_iter().flatten());
         keys
     }
@@ -379,14 +397,14 @@ impl ControllerState {
         snapshot.add_histogram(&TABLE_BUILD_DELAY_SECONDS, latency_histogram);
         let (since_receipt, since_sent) = {
             let controller = self.lock_controller();
-            (controller.table_acks.latency_since_receipt, controller.table_acks.latency_since_sent)
+            (controller.table_acks.latency_since_report_receipt, controller.table_acks.latency_since_report_sent)
         };
         snapshot.add_histogram(&TABLE_PROPAGATION_SECONDS, since_receipt);
         snapshot.add_histogram(&REPORT_SENT_TO_KERNEL_SECONDS, since_sent);
         snapshot
     }
 
-    pub fn have_all_agents_reported(&self) -> bool {
+    pub fn are_loads_and_health_known(&self) -> bool {
         let now = self.now();
         let controller = self.lock_controller();
         controller.are_all_loads_known(now) && controller.has_all_check_results(now)
@@ -398,12 +416,12 @@ impl ControllerState {
         let now = self.now();
         let (table_timing, interval) = {
             let controller = self.lock_controller();
-            (controller.fleet().table_updates, controller.fleet().report_interval)
+            (controller.fleet().table_timing, controller.fleet().report_interval)
         };
         match table_timing {
             PlacementTableTiming::Interval => self.make_all_tables(now),
             PlacementTableTiming::OnChange => {
-                self.poll_all_inputs(now, true);
+                self.poll_all_table_inputs(now, true);
                 self.tables_due_notification.notify_one();
             }
         }
@@ -412,14 +430,14 @@ impl ControllerState {
     }
 
     /// Makes the tables of all services, as `table_updates = "interval"` requires.
-    fn make_all_tables(&self, now: Now) {
+    fn make_all_tables(&self, now: ClockReadings) {
         let previous_tables_made_at =
             std::mem::replace(&mut self.lock_published_inputs().last_tables_made_at, now.monotonic_time);
         let (tables, report_arrival_times) = {
             let mut controller = self.lock_controller();
             let tables = controller.end_report_interval(now);
             let report_arrival_times: Vec<Duration> =
-                controller.report_arrival_times_after(previous_tables_made_at).collect();
+                controller.arrival_times_of_reports_after(previous_tables_made_at).collect();
             (tables, report_arrival_times)
         };
         self.publish_new_tables(&tables, report_arrival_times.into_iter());
@@ -478,19 +496,19 @@ impl ControllerState {
         report_arrival_times
             .for_each(|arrival_time| latency_histogram.observe_latency(publication_time.saturating_sub(arrival_time)));
         drop(latency_histogram);
-        let predecessor_change_count = self.lock_controller().predecessor_change_count();
-        if std::mem::replace(&mut self.lock_published_inputs().predecessor_change_count, predecessor_change_count)
+        let predecessor_change_count = self.lock_controller().previous_server_change_count();
+        if std::mem::replace(&mut self.lock_published_inputs().previous_server_change_count, predecessor_change_count)
             != predecessor_change_count
         {
             self.agent_configuration_version_sender.send_modify(|count| *count += 1);
         }
     }
 
-    fn lock_published_inputs(&self) -> MutexGuard<'_, LastPublishedInputs> {
+    fn lock_published_inputs(&self) -> MutexGuard<'_, LastPublishedTableInputs> {
         self.last_published_inputs.lock()
     }
 
-    fn publish_live_load_balancers(&self, now: Now) {
+    fn publish_live_load_balancers(&self, now: ClockReadings) {
         let controller = self.lock_controller();
         let live_load_balancers = controller.live_load_balancer_names(now);
         let mut last_published_inputs = self.lock_published_inputs();
@@ -507,7 +525,7 @@ impl ControllerState {
         let live_load_balancers = self.lock_controller().live_load_balancer_names(now);
         let configuration = fleet.load_balancer_configuration(|name| live_load_balancers.contains(name));
         let service_indexes = ServicePositions::for_fleet(&fleet);
-        let old_configuration = self.lock_controller().configure_with_indexes(fleet, service_indexes);
+        let old_configuration = self.lock_controller().configure_with_positions(fleet, service_indexes);
         drop(old_configuration);
         // Earlier tables may contain servers that are gone, which the data plane skips.
         self.publisher.publish_configuration(configuration, |service| remaining_services.contains(&service));
@@ -515,29 +533,30 @@ impl ControllerState {
         if !self.are_tables_allowed.load(Ordering::Relaxed) {
             return;
         }
-        let table_updates = self.lock_controller().fleet().table_updates;
+        let table_updates = self.lock_controller().fleet().table_timing;
         match table_updates {
             PlacementTableTiming::Interval => self.make_all_tables(now),
-            PlacementTableTiming::OnChange => self.poll_inputs(),
+            PlacementTableTiming::OnChange => self.poll_table_inputs(),
         }
     }
 
     /// Polls inputs that change with time, and makes due tables if `table_updates = "on-change"`.
-    pub fn poll_inputs(&self) {
+    pub fn poll_table_inputs(&self) {
         if !self.are_tables_allowed.load(Ordering::Relaxed) {
             return;
         }
-        let table_updates = self.lock_controller().fleet().table_updates;
+        let table_updates = self.lock_controller().fleet().table_timing;
         if table_updates == PlacementTableTiming::OnChange {
-            self.poll_all_inputs(self.now(), false);
+            self.poll_all_table_inputs(self.now(), false);
             self.tables_due_notification.notify_one();
         }
     }
 
-    fn poll_all_inputs(&self, now: Now, has_interval_ended: bool) {
-        let mut next_cursor = Some(InputPollCursor::default());
+    fn poll_all_table_inputs(&self, now: ClockReadings, has_interval_ended: bool) {
+        let mut next_cursor = Some(TableInputPollCursor::default());
         while let Some(cursor) = next_cursor {
-            next_cursor = self.with_lock(|controller| controller.poll_inputs_from(cursor, now, has_interval_ended));
+            next_cursor =
+                self.with_lock(|controller| controller.poll_table_inputs_from(cursor, now, has_interval_ended));
         }
     }
 
@@ -546,7 +565,7 @@ impl ControllerState {
         self.are_tables_allowed.store(true, Ordering::Relaxed);
     }
 
-    pub fn subscribe_to_agent_configuration(&self) -> watch::Receiver<u64> {
+    pub fn subscribe_to_agent_configuration_version(&self) -> watch::Receiver<u64> {
         self.agent_configuration_version_sender.subscribe()
     }
 }

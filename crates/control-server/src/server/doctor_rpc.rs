@@ -1,6 +1,6 @@
 //! Answers to `coreward doctor` from machines of the fleet.
 
-use coreward_wire::address::address_bytes;
+use coreward_wire::address::address_to_bytes;
 use coreward_wire::v1;
 
 use super::controller_state::ControllerState;
@@ -13,13 +13,13 @@ pub fn build_fleet_reply(state: &ControllerState) -> v1::FleetReply {
     let to_service_message = |service: &FleetService| v1::FleetService {
         name: service.name.clone(),
         address: Some(service.address.into()),
-        timestamps: service.mode.timestamps.name().to_owned(),
-        forwarding: service.mode.forwarding.name().to_owned(),
+        timestamps: service.settings.timestamps.name().to_owned(),
+        forwarding: service.settings.forwarding.name().to_owned(),
         servers: service.members.keys().map(|id| fleet.servers[id].name.clone()).collect(),
     };
     let to_server_message = |server: &FleetServer| v1::FleetServer {
         name: server.name.clone(),
-        address: address_bytes(server.address),
+        address: address_to_bytes(server.address),
         vlan: server.vlan.id_or_zero().into(),
     };
     v1::FleetReply {

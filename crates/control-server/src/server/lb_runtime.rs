@@ -15,10 +15,10 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::{ControlService, grpc_server_builder, size_limited_control_service};
+use super::{ControllerGrpcService, grpc_server_builder, size_limited_control_service};
 use crate::server::leader_election::LeaderElection;
 
-const CONNECTION_QUEUE_LENGTH: usize = 64;
+const LB_CONNECTION_QUEUE_LENGTH: usize = 64;
 
 pub struct LbConnectionRuntime {
     runtime: Option<Runtime>,
@@ -35,15 +35,16 @@ impl LbConnectionRuntime {
             .enable_all()
             .build()
             .context("no thread for load balancers")?;
-        let (connections, receiver) = mpsc::channel(CONNECTION_QUEUE_LENGTH);
-        let server = grpc_server_builder().add_service(size_limited_control_service(ControlService { election }));
+        let (connections, receiver) = mpsc::channel(LB_CONNECTION_QUEUE_LENGTH);
+        let server =
+            grpc_server_builder().add_service(size_limited_control_service(ControllerGrpcService { election }));
         let server_task = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
         Ok(Self { runtime: Some(runtime), connection_sender: connections, server_task })
     }
 
     /// Moves connections whose certificates identify load balancers to this runtime. Returns the stream of all other
     /// connections.
-    pub fn split_off_load_balancers<S: Stream<Item = io::Result<AcceptedConnection>>>(
+    pub fn split_off_load_balancer_connections<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
         incoming_connections: S,
     ) -> impl Stream<Item = io::Result<AcceptedConnection>> + use<S> {
@@ -71,7 +72,7 @@ impl LbConnectionRuntime {
     }
 
     /// Waits until the runtime's server has ended, and returns its error.
-    pub async fn wait_for_end(&mut self) -> anyhow::Result<()> {
+    pub async fn wait_for_server_task(&mut self) -> anyhow::Result<()> {
         (&mut self.server_task).await?.context("load balancers are not served")
     }
 }

@@ -9,13 +9,13 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use coreward_config::read_secret;
 use coreward_etcd::cluster::EtcdClusterClient;
-use coreward_etcd::leadership::{LeaderCandidate, LeaderState, Leadership};
+use coreward_etcd::leadership::{FleetLeaderState, LeaderCandidate, Leadership};
 use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
-use coreward_http::endpoints::RequestCounts;
+use coreward_http::endpoints::RequestCountsByStatus;
 use coreward_metrics::component;
 use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_tls::FileWatcher;
-use coreward_wire::LEADER_HEADER;
+use coreward_wire::LEADER_ADDRESS_METADATA_KEY;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tonic::Status;
@@ -83,7 +83,7 @@ pub struct LeaderElection {
     role: Mutex<ElectionRole>,
     cluster: Option<Arc<EtcdClusterClient>>,
     pub security: Arc<ListenerSecurity>,
-    pub api_requests: Arc<RequestCounts>,
+    pub api_request_counts: Arc<RequestCountsByStatus>,
 }
 
 impl LeaderElection {
@@ -94,7 +94,7 @@ impl LeaderElection {
             role: Mutex::new(ElectionRole::Follower(None)),
             cluster,
             security: Arc::new(security),
-            api_requests: Arc::default(),
+            api_request_counts: Arc::default(),
         }
     }
 
@@ -140,7 +140,7 @@ impl LeaderElection {
             None => component::base_metrics_snapshot(Component::Controller),
         };
         self.security.add_metrics(&mut snapshot);
-        for (status, count) in self.api_requests.request_counts_by_status() {
+        for (status, count) in self.api_request_counts.request_counts_by_status() {
             snapshot.add_value(&API_REQUESTS_TOTAL, [&status.to_string()], count as f64);
         }
         snapshot.add_value(&CONTROLLER_IS_LEADER, [], f64::from(u8::from(leader_state.is_some())));
@@ -179,7 +179,7 @@ pub fn not_leading_status(leader: Option<LeaderRecord>) -> Status {
     };
     let mut status = Status::unavailable(format!("this controller does not lead: {address} does"));
     if let Ok(address) = MetadataValue::try_from(address.to_string()) {
-        status.metadata_mut().insert(LEADER_HEADER, address);
+        status.metadata_mut().insert(LEADER_ADDRESS_METADATA_KEY, address);
     }
     status
 }
@@ -202,11 +202,11 @@ pub async fn campaign_for_leadership(
     let candidate = build_candidate(config)?;
     let (election, campaign_cluster) = (election.clone(), cluster.clone());
     let on_leader_state = move |leader_state| match leader_state {
-        LeaderState::NoLeader => {
+        FleetLeaderState::NoLeader => {
             tracing::info!(event = "no-leader", "no controller leads: this controller tries to become the leader");
             election.become_follower(None);
         }
-        LeaderState::Leader(value) => {
+        FleetLeaderState::Leader(value) => {
             let leader = serde_json::from_str::<LeaderRecord>(&value).ok();
             let name = leader.as_ref().map_or(value, LeaderRecord::to_string);
             tracing::info!(
@@ -216,7 +216,7 @@ pub async fn campaign_for_leadership(
             );
             election.become_follower(leader);
         }
-        LeaderState::Unknown(problem) => {
+        FleetLeaderState::Unknown(problem) => {
             tracing::warn!(
                 event = "leader-unknown",
                 error = problem,
@@ -242,11 +242,11 @@ pub fn build_candidate(config: &EtcdConfig) -> anyhow::Result<LeaderCandidate> {
 pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = connect_cluster(config)?;
     Ok(match cluster.block_on(build_candidate(config)?.read_leader(&cluster))? {
-        LeaderState::Leader(value) => match serde_json::from_str::<LeaderRecord>(&value) {
+        FleetLeaderState::Leader(value) => match serde_json::from_str::<LeaderRecord>(&value) {
             Ok(leader) => format!("controller {leader} leads"),
             Err(_) => format!("{value} leads"),
         },
-        LeaderState::NoLeader | LeaderState::Unknown(_) => "no controller leads".to_owned(),
+        FleetLeaderState::NoLeader | FleetLeaderState::Unknown(_) => "no controller leads".to_owned(),
     })
 }
 

@@ -9,14 +9,14 @@ use coreward_rpc::invalid_argument_status;
 use coreward_tls::FleetRole;
 use coreward_wire::address::parse_optional_address;
 use coreward_wire::sanitize::sanitize_string;
-use coreward_wire::{HealthMessage, ServiceIndex, SocketAnswer, SocketQuery, TrafficCountsMessage, v1};
+use coreward_wire::{HealthCheckResultsMessage, ServiceIndex, SocketAnswer, SocketQuery, TrafficCountsMessage, v1};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
 use super::controller_state::ControllerState;
 use super::leader_election::not_leading_status;
 use super::rejection_status::grpc_status_for_rejection;
-use super::state_manager::RecordChange;
+use super::state_manager::FleetRecordChange;
 use super::update_publisher::{EncodedConfigUpdate, PendingSessionUpdates, SentUpdateCursor};
 use coreward_listener::security::AuthenticatedPeer;
 
@@ -50,17 +50,17 @@ pub async fn serve_load_balancer(
     let answers = controller_state.socket_query_relay.register_load_balancer_session(session);
     tokio::select! {
         () = process_load_balancer_messages(&controller_state, &name, session, &mut messages) => {}
-        () = send_updates(&controller_state, SentUpdateCursor::default(), answers, &update_sender) => {}
+        () = send_load_balancer_updates(&controller_state, SentUpdateCursor::default(), answers, &update_sender) => {}
         _ = controller_state.wait_until_deposed() => {
             let _ = update_sender.send(Err(not_leading_status(None))).await;
         }
     }
     controller_state.socket_query_relay.forget_load_balancer_session(session);
     controller_state.lock_controller().table_acks.forget_session(session);
-    end_session(&controller_state, name, session).await;
+    end_load_balancer_session(&controller_state, name, session).await;
 }
 
-async fn end_session(controller_state: &ControllerState, name: String, session: u64) {
+async fn end_load_balancer_session(controller_state: &ControllerState, name: String, session: u64) {
     let now = controller_state.now();
     if controller_state.lock_controller().load_balancers.end_session(session, now) {
         tracing::info!(
@@ -69,7 +69,7 @@ async fn end_session(controller_state: &ControllerState, name: String, session: 
             "the stream of the load balancer to the controller has ended"
         );
         if let Err(error) = controller_state
-            .request_change_by_controller(RecordChange::RecordLoadBalancerDisconnect { name: name.clone() })
+            .request_change_by_controller(FleetRecordChange::RecordLoadBalancerDisconnect { name: name.clone() })
             .await
         {
             tracing::warn!(
@@ -91,7 +91,7 @@ async fn register_load_balancer(
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<(String, u64), Status> {
     let LoadBalancerRegistration { load_balancer_name: name, address, generation_in_force } =
-        read_registration(messages).await?;
+        read_load_balancer_registration(messages).await?;
     peer.require_role_and_name(FleetRole::Lb, &name)?;
     let now = controller_state.now();
     let session = controller_state
@@ -100,10 +100,10 @@ async fn register_load_balancer(
         .map_err(|rejection| grpc_status_for_rejection(&rejection))?;
     controller_state.lock_controller().record_active_configuration(session, generation_in_force);
     if let Err(error) = controller_state
-        .request_change_by_controller(RecordChange::RegisterLoadBalancer { name: name.clone(), address })
+        .request_change_by_controller(FleetRecordChange::RegisterLoadBalancer { name: name.clone(), address })
         .await
     {
-        end_session(controller_state, name, session).await;
+        end_load_balancer_session(controller_state, name, session).await;
         return Err(Status::unavailable(format!("{error:#}")));
     }
     Ok((name, session))
@@ -116,10 +116,10 @@ struct LoadBalancerRegistration {
     generation_in_force: u64,
 }
 
-async fn read_registration(
+async fn read_load_balancer_registration(
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<LoadBalancerRegistration, Status> {
-    let first_message = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.message()).await;
+    let first_message = tokio::time::timeout(coreward_listener::STREAM_REGISTRATION_TIMEOUT, messages.message()).await;
     let message = first_message
         .map_err(|_| Status::deadline_exceeded("no registration received"))??
         .and_then(|message| message.message);
@@ -163,21 +163,23 @@ fn process_load_balancer_message(
         Message::State(state) => controller_state.lock_controller().record_load_balancer_state(session, state, now),
         Message::Traffic(traffic) => {
             let traffic = TrafficCountsMessage::try_from(&traffic);
-            if let Some(traffic) = ok_or_log("traffic-rejected", load_balancer, traffic) {
+            if let Some(traffic) = ok_or_log_invalid_message("traffic-rejected", load_balancer, traffic) {
                 controller_state.lock_controller().record_load_balancer_traffic(session, &traffic, now);
                 controller_state.on_table_inputs_changed();
             }
         }
         Message::Health(health) => {
-            let health = HealthMessage::try_from(&health);
-            if let Some(health) = ok_or_log("health-rejected", load_balancer, health) {
+            let health = HealthCheckResultsMessage::try_from(&health);
+            if let Some(health) = ok_or_log_invalid_message("health-rejected", load_balancer, health) {
                 controller_state.lock_controller().load_balancers.record_health_check_results(session, health, now);
-                controller_state.poll_inputs();
+                controller_state.poll_table_inputs();
             }
         }
         Message::SocketQuery(query) => {
-            if let Some(query) = ok_or_log("query-rejected", load_balancer, SocketQuery::try_from(&query)) {
-                relay_query(controller_state, session, query);
+            if let Some(query) =
+                ok_or_log_invalid_message("query-rejected", load_balancer, SocketQuery::try_from(&query))
+            {
+                relay_socket_query(controller_state, session, query);
             }
         }
         Message::TableInForce(table) => {
@@ -191,7 +193,7 @@ fn process_load_balancer_message(
 
 /// Returns the decoded message of the load balancer, or `None` if the message is invalid. Logs an invalid message as
 /// `event`.
-fn ok_or_log<T>(event: &str, load_balancer: &str, decode_result: Result<T, impl Display>) -> Option<T> {
+fn ok_or_log_invalid_message<T>(event: &str, load_balancer: &str, decode_result: Result<T, impl Display>) -> Option<T> {
     let log_invalid_message = |error: &_| {
         tracing::warn!(
             event,
@@ -204,17 +206,17 @@ fn ok_or_log<T>(event: &str, load_balancer: &str, decode_result: Result<T, impl 
 }
 
 /// Relays the query to the server's agent. If no agent is connected, the load balancer gets an answer at once.
-fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
+fn relay_socket_query(state: &ControllerState, session: u64, query: SocketQuery) {
     let agent_session = state.lock_controller().live_agent_session_number(query.server);
     let query = SocketQuery { load_balancer_session: session, ..query };
     match agent_session {
         Some(agent) => state.socket_query_relay.relay_query(agent, query),
-        None => state.socket_query_relay.send_answer(query.to_answer_without_agent()),
+        None => state.socket_query_relay.send_answer(query.to_absent_agent_answer()),
     }
 }
 
 /// Sends the newest configuration and then the newest tables after each update. A slow receiver misses some tables.
-async fn send_updates(
+async fn send_load_balancer_updates(
     controller_state: &ControllerState,
     mut cursor: SentUpdateCursor,
     mut answer_receiver: mpsc::Receiver<SocketAnswer>,
@@ -239,7 +241,7 @@ async fn send_updates(
                     continue;
                 }
                 let pending_updates = controller_state.publisher.take_pending_updates(&mut cursor);
-                for update in in_sending_order(pending_updates) {
+                for update in updates_in_sending_order(pending_updates) {
                     if !send_update(update).await {
                         return;
                     }
@@ -255,7 +257,9 @@ async fn send_updates(
 }
 
 /// Returns the updates in the order in which they must be sent.
-fn in_sending_order(pending_updates: PendingSessionUpdates) -> impl Iterator<Item = v1::dataplane_update::Update> {
+fn updates_in_sending_order(
+    pending_updates: PendingSessionUpdates,
+) -> impl Iterator<Item = v1::dataplane_update::Update> {
     use v1::dataplane_update::Update;
     let configuration = pending_updates.configuration.into_iter().map(|update| match update {
         EncodedConfigUpdate::Full(configuration) => Update::Configuration(configuration),

@@ -42,7 +42,7 @@ use coreward_listener::security::{AuthenticatedPeer, ListenerSecurity};
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::verify::RevocationList;
 use coreward_tls::{AcceptorLimits, FleetRole};
-use coreward_wire::{TERM_HEADER, v1};
+use coreward_wire::{CONTROLLER_TERM_METADATA_KEY, v1};
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -55,29 +55,29 @@ use crate::api;
 use crate::config::etcd::EtcdConfig;
 use crate::config::{ControllerConfig, StoreLocation};
 use agents::AgentReportSource;
-use controller_state::{ControllerState, RecordChangeOutcome, RecordChangeRequest};
+use controller_state::{ControllerState, FleetRecordChangeOutcome, FleetRecordChangeRequest};
 use coreward_controller::Controller;
-use coreward_fleet::audit::ChangeAuthor;
+use coreward_fleet::audit::FleetChangeAuthor;
 use coreward_store::FleetStore;
 use coreward_store::embedded::EmbeddedStore;
 use coreward_store::etcd::EtcdStore;
 use lb_runtime::LbConnectionRuntime;
 use leader_election::LeaderElection;
-use state_manager::{FleetStateManager, ForgetLoadBalancerError, RecordChange};
-use table_scheduler::make_tables;
+use state_manager::{FleetRecordChange, FleetStateManager, ForgetLoadBalancerError};
+use table_scheduler::run_table_scheduler;
 
 /// Roles of the daemons that may open a gRPC stream.
-const STREAM_ROLES: &[FleetRole] = &[FleetRole::Agent, FleetRole::Lb, FleetRole::Rack];
+const GRPC_STREAM_ROLES: &[FleetRole] = &[FleetRole::Agent, FleetRole::Lb, FleetRole::Rack];
 /// Pause before a former leader takes part in the next election, so that another controller can win.
-const CAMPAIGN_PAUSE: Duration = Duration::from_secs(1);
+const PAUSE_BEFORE_NEXT_CAMPAIGN: Duration = Duration::from_secs(1);
 /// Maximum number of placement tables sent to a load balancer before it confirms one. It is low, because newer tables
 /// must wait behind them.
-const MAX_UNCONFIRMED_TABLES: usize = 4;
+const MAX_UNCONFIRMED_TABLES_PER_LB: usize = 4;
 /// Number of tasks after which tokio polls I/O and timers. A rack's message takes up to some hundred microseconds, so
 /// with tokio's default of 61 tasks, polls would be 10 ms apart.
 const TOKIO_EVENT_INTERVAL: u32 = 7;
 /// Interval of checks whether the ids of former servers may be reused.
-const ID_RETIREMENT_INTERVAL: Duration = Duration::from_secs(60);
+const EXPIRED_ID_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Runs the controller until SIGTERM or SIGINT. SIGHUP reloads the files. Fails if a file is invalid, the store is
 /// unusable or an address cannot be bound.
@@ -112,7 +112,7 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
 pub struct ControllerServer {
     config_path: PathBuf,
     config: ControllerConfig,
-    store: OpenedStore,
+    store: OpenedFleetStore,
     election: Arc<LeaderElection>,
     listener: TcpListener,
     address: SocketAddr,
@@ -123,11 +123,11 @@ pub struct ControllerServer {
 
 /// Receivers of SIGHUP, one for each task that waits for it.
 struct HangupSignals {
-    for_files: Signal,
-    for_tokens: Signal,
+    file_reload: Signal,
+    token_reload: Signal,
 }
 
-enum OpenedStore {
+enum OpenedFleetStore {
     /// Embedded store, which only this controller uses.
     Embedded(Box<FleetStateManager>),
     Etcd(Arc<EtcdClusterClient>, EtcdConfig),
@@ -142,13 +142,13 @@ impl ControllerServer {
     async fn open(path: &Path) -> anyhow::Result<Self> {
         // The signal receivers are created before the files are read, so that later changes are not missed.
         let hangup_signals =
-            HangupSignals { for_files: signal(SignalKind::hangup())?, for_tokens: signal(SignalKind::hangup())? };
+            HangupSignals { file_reload: signal(SignalKind::hangup())?, token_reload: signal(SignalKind::hangup())? };
         let config_path = path.to_owned();
         let (config, store, security) =
             tokio::task::spawn_blocking(move || load_config_and_open_store(&config_path)).await??;
         let cluster = match &store {
-            OpenedStore::Embedded(_) => None,
-            OpenedStore::Etcd(cluster, _) => Some(cluster.clone()),
+            OpenedFleetStore::Embedded(_) => None,
+            OpenedFleetStore::Etcd(cluster, _) => Some(cluster.clone()),
         };
         let expected_address = "expected a free port and an address of this host (`listen`)";
         let listener = TcpListener::bind(config.listen_address)
@@ -200,22 +200,22 @@ impl ControllerServer {
         // A permanent leader starts its term before the first request, which a script may send at once.
         let leadership_mode = LeadershipMode::start(self.store, &self.election);
         let api_acceptor = self.election.security.api_acceptor(self.config.api_listen_address);
-        let HangupSignals { for_files: mut files, for_tokens: tokens } = self.hangup_signals;
+        let HangupSignals { file_reload: mut files, token_reload: tokens } = self.hangup_signals;
         let _api_server =
             api::serve_api(self.api_listener, api_acceptor.clone(), self.election.clone(), self.tokens, tokens)?;
         let mut load_balancer_runtime = LbConnectionRuntime::start(self.election.clone())?;
         let incoming_connections = self
             .election
             .security
-            .grpc_acceptor(STREAM_ROLES, AcceptorLimits::default())
+            .grpc_acceptor(GRPC_STREAM_ROLES, AcceptorLimits::default())
             .accepted_connections(self.listener);
         let grpc_server = grpc_server_builder()
-            .add_service(size_limited_control_service(ControlService { election: self.election.clone() }))
-            .serve_with_incoming(load_balancer_runtime.split_off_load_balancers(incoming_connections));
+            .add_service(size_limited_control_service(ControllerGrpcService { election: self.election.clone() }))
+            .serve_with_incoming(load_balancer_runtime.split_off_load_balancer_connections(incoming_connections));
         let leadership_task = leadership_mode.lead(&self.config_path, self.config, &self.election, &mut files);
         tokio::select! {
             outcome = grpc_server => outcome.context("the controller's socket failed"),
-            outcome = load_balancer_runtime.wait_for_end() => outcome,
+            outcome = load_balancer_runtime.wait_for_server_task() => outcome,
             outcome = leadership_task => outcome,
             never = self.election.security.reload_changed_certificates() => match never {},
             never = api_acceptor.close_invalid_connections_loop() => match never {},
@@ -232,12 +232,12 @@ enum LeadershipMode {
 }
 
 impl LeadershipMode {
-    fn start(store: OpenedStore, election: &LeaderElection) -> Self {
+    fn start(store: OpenedFleetStore, election: &LeaderElection) -> Self {
         match store {
-            OpenedStore::Embedded(manager) => {
+            OpenedFleetStore::Embedded(manager) => {
                 Self::Permanent(Box::new(LeadershipTerm::start(*manager, election, None)))
             }
-            OpenedStore::Etcd(cluster, etcd) => Self::Elected(cluster, etcd),
+            OpenedFleetStore::Etcd(cluster, etcd) => Self::Elected(cluster, etcd),
         }
     }
 
@@ -263,20 +263,20 @@ impl LeadershipMode {
 }
 
 /// Reads the controller's file and opens its store. Must not be called from asynchronous code.
-fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, ListenerSecurity)> {
+fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedFleetStore, ListenerSecurity)> {
     let config = ControllerConfig::load(path)?;
     let security = ListenerSecurity::from_config(&config.listener_config())?;
     let store = match &config.store {
         StoreLocation::Embedded(file) => {
             let open_store = || Ok(FleetStore::Embedded(EmbeddedStore::open(file)?));
-            OpenedStore::Embedded(Box::new(FleetStateManager::open(
+            OpenedFleetStore::Embedded(Box::new(FleetStateManager::open(
                 path,
                 config.clone(),
                 security.revocation_list.clone(),
                 open_store,
             )?))
         }
-        StoreLocation::Etcd(etcd) => OpenedStore::Etcd(leader_election::connect_cluster(etcd)?, etcd.clone()),
+        StoreLocation::Etcd(etcd) => OpenedFleetStore::Etcd(leader_election::connect_cluster(etcd)?, etcd.clone()),
     };
     Ok((config, store, security))
 }
@@ -317,7 +317,7 @@ async fn lead_or_follow_loop(
             Err(error) => format!("the records are unusable: {error:#}"),
         };
         step_down(election, &leadership, &reason).await;
-        tokio::time::sleep(CAMPAIGN_PAUSE).await;
+        tokio::time::sleep(PAUSE_BEFORE_NEXT_CAMPAIGN).await;
     }
 }
 
@@ -361,7 +361,7 @@ async fn update_revocations_on_sighup(
 struct LeadershipTerm {
     manager: FleetStateManager,
     controller_state: Arc<ControllerState>,
-    change_request_receiver: mpsc::Receiver<RecordChangeRequest>,
+    change_request_receiver: mpsc::Receiver<FleetRecordChangeRequest>,
 }
 
 impl LeadershipTerm {
@@ -381,9 +381,9 @@ impl LeadershipTerm {
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
         let Self { manager, controller_state, change_request_receiver: change_requests } = self;
         tokio::select! {
-            () = make_tables(&controller_state, manager.had_stored_records()) => Ok(()),
+            () = run_table_scheduler(&controller_state, manager.had_stored_records()) => Ok(()),
             outcome = process_record_changes(manager, &controller_state, change_requests, hangup) => outcome,
-            () = periodic_records::store_histories_and_key_steps(&controller_state) => Ok(()),
+            () = periodic_records::store_histories_and_rotate_keys(&controller_state) => Ok(()),
         }
     }
 }
@@ -392,24 +392,26 @@ impl LeadershipTerm {
 async fn process_record_changes(
     mut manager: FleetStateManager,
     controller_state: &ControllerState,
-    mut change_request_receiver: mpsc::Receiver<RecordChangeRequest>,
+    mut change_request_receiver: mpsc::Receiver<FleetRecordChangeRequest>,
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
-    let mut retire_timer = tokio::time::interval(ID_RETIREMENT_INTERVAL);
+    let mut retire_timer = tokio::time::interval(EXPIRED_ID_CHECK_INTERVAL);
     loop {
         let (change, is_reply_expected) = tokio::select! {
             _ = hangup.recv() => {
-                (RecordChangeRequest::without_reply(RecordChange::Reload, ChangeAuthor::sighup()), false)
+                let author = FleetChangeAuthor::sighup();
+                (FleetRecordChangeRequest::without_reply(FleetRecordChange::ReloadFleetFile, author), false)
             },
             _ = retire_timer.tick() => {
-                (RecordChangeRequest::without_reply(RecordChange::RetireExpiredIds, ChangeAuthor::controller()), false)
+                let author = FleetChangeAuthor::controller();
+                (FleetRecordChangeRequest::without_reply(FleetRecordChange::RetireExpiredIds, author), false)
             }
             Some(change) = change_request_receiver.recv() => (change, true),
         };
-        let RecordChangeRequest { change, author, reply_sender } = change;
-        let is_reload = matches!(change, RecordChange::Reload);
+        let FleetRecordChangeRequest { change, author, reply_sender } = change;
+        let is_reload = matches!(change, FleetRecordChange::ReloadFleetFile);
         let expected_reply = is_reply_expected.then_some(reply_sender);
-        let (returned_manager, outcome) = apply_change(manager, controller_state, change, author).await?;
+        let (returned_manager, outcome) = apply_record_change(manager, controller_state, change, author).await?;
         manager = returned_manager;
         match (expected_reply, outcome) {
             (Some(reply_sender), outcome) => drop(reply_sender.send(outcome)),
@@ -430,20 +432,20 @@ async fn process_record_changes(
 }
 
 /// Applies a change to the records, and activates the resulting configuration.
-pub(crate) async fn apply_change(
+pub(crate) async fn apply_record_change(
     mut manager: FleetStateManager,
     controller_state: &ControllerState,
-    change: RecordChange,
-    author: ChangeAuthor,
-) -> anyhow::Result<(FleetStateManager, anyhow::Result<RecordChangeOutcome>)> {
+    change: FleetRecordChange,
+    author: FleetChangeAuthor,
+) -> anyhow::Result<(FleetStateManager, anyhow::Result<FleetRecordChangeOutcome>)> {
     // Changes are sequential, so no other change can drain the last healthy server meanwhile.
-    if let RecordChange::DrainServer(drain) = &change
+    if let FleetRecordChange::DrainServer(drain) = &change
         && let Err(drain_error) =
             controller_state.lock_controller().check_drain_is_possible(drain, controller_state.now())
     {
         return Ok((manager, Err(drain_error.into())));
     }
-    if let RecordChange::ForgetLoadBalancer(name) = &change
+    if let FleetRecordChange::ForgetLoadBalancer(name) = &change
         && controller_state.lock_controller().load_balancers.is_connected(name)
     {
         return Ok((manager, Err(ForgetLoadBalancerError::ConnectedLoadBalancer(name.clone()).into())));
@@ -465,32 +467,32 @@ pub(crate) async fn apply_change(
             );
             controller_state.configure(fleet);
         }
-        RecordChangeOutcome { has_new_configuration, document_generation }
+        FleetRecordChangeOutcome { has_new_configuration, document_generation }
     });
     Ok((manager, change_result))
 }
 
 /// Returns the response to a stream request, with the leader's term. A peer that has received a newer term disconnects.
-fn stream_response<T: Send + 'static>(
+fn build_stream_response<T: Send + 'static>(
     state: &ControllerState,
     update_receiver: mpsc::Receiver<Result<T, Status>>,
 ) -> Response<BoxStream<T>> {
     let mut response: Response<BoxStream<T>> = Response::new(Box::pin(ReceiverStream::new(update_receiver)));
     if let Some(leadership) = state.leadership() {
-        response.metadata_mut().insert(TERM_HEADER, leadership.term().into());
+        response.metadata_mut().insert(CONTROLLER_TERM_METADATA_KEY, leadership.term().into());
     }
     response
 }
 
-struct ControlService {
+struct ControllerGrpcService {
     election: Arc<LeaderElection>,
 }
 
-fn size_limited_control_service(service: ControlService) -> SizeLimitedControlServer<ControlService> {
+fn size_limited_control_service(service: ControllerGrpcService) -> SizeLimitedControlServer<ControllerGrpcService> {
     SizeLimitedControlServer::new(service)
 }
 
-impl ControlService {
+impl ControllerGrpcService {
     /// Returns the authenticated peer. Fails if the peer has none of the roles.
     fn authenticated_peer<T>(&self, request: &Request<T>, roles: &[FleetRole]) -> Result<AuthenticatedPeer, Status> {
         let peer = AuthenticatedPeer::from_request(request, &self.election.security)?;
@@ -500,7 +502,7 @@ impl ControlService {
 }
 
 #[tonic::async_trait]
-impl Control for ControlService {
+impl Control for ControllerGrpcService {
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
@@ -509,7 +511,7 @@ impl Control for ControlService {
         let (updates, stream) = mpsc::channel(1);
         let source = AgentReportSource::Agent(peer);
         let controller_state = self.election.leader_state()?;
-        let response = stream_response(&controller_state, stream);
+        let response = build_stream_response(&controller_state, stream);
         tokio::spawn(agents::serve_agent(controller_state, source, request.into_inner(), updates));
         Ok(response)
     }
@@ -519,9 +521,9 @@ impl Control for ControlService {
         request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<BoxStream<v1::DataplaneUpdate>>, Status> {
         let peer = self.authenticated_peer(&request, &[FleetRole::Lb])?;
-        let (updates, stream) = mpsc::channel(MAX_UNCONFIRMED_TABLES);
+        let (updates, stream) = mpsc::channel(MAX_UNCONFIRMED_TABLES_PER_LB);
         let controller_state = self.election.leader_state()?;
-        let response = stream_response(&controller_state, stream);
+        let response = build_stream_response(&controller_state, stream);
         tokio::spawn(load_balancers::serve_load_balancer(controller_state, peer, request.into_inner(), updates));
         Ok(response)
     }
@@ -533,13 +535,13 @@ impl Control for ControlService {
         let peer = self.authenticated_peer(&request, &[FleetRole::Rack])?;
         let (updates, stream) = mpsc::channel(1);
         let controller_state = self.election.leader_state()?;
-        let response = stream_response(&controller_state, stream);
+        let response = build_stream_response(&controller_state, stream);
         tokio::spawn(racks::serve_rack(controller_state, peer, request.into_inner(), updates));
         Ok(response)
     }
 
     async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
-        self.authenticated_peer(&request, STREAM_ROLES)?;
+        self.authenticated_peer(&request, GRPC_STREAM_ROLES)?;
         Ok(Response::new(doctor_rpc::build_fleet_reply(&*self.election.leader_state()?)))
     }
 }

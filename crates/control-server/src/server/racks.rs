@@ -52,7 +52,8 @@ pub async fn serve_rack(
     tracing::info!(event = "rack-connected", rack = name, peer = %peer.caller, "the rack controller has registered");
     tokio::select! {
         () = process_rack_messages(&controller_state, &name, session, &mut messages, &update_sender) => {}
-        rejection = send_updates(&controller_state, session, &update_sender) => if let Some(rejected) = rejection {
+        rejection = send_rack_configurations(&controller_state, session, &update_sender) =>
+        if let Some(rejected) = rejection {
             tracing::warn!(
                 event = "rack-rejected",
                 rack = name,
@@ -74,7 +75,7 @@ async fn register_rack(
     peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::RackMessage>,
 ) -> Result<(String, u64), Status> {
-    let first_message = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.message()).await;
+    let first_message = tokio::time::timeout(coreward_listener::STREAM_REGISTRATION_TIMEOUT, messages.message()).await;
     let message = first_message.map_err(|_| Status::deadline_exceeded("no registration received"))??;
     let Some(registration) = message.and_then(|message| message.registration) else {
         return Err(Status::invalid_argument("a rack's first message: expected a registration"));
@@ -96,7 +97,7 @@ async fn process_rack_messages(
 ) {
     let mut rack_agents = RackAgents {
         controller_state,
-        name,
+        rack_name: name,
         rack_session_number: session,
         update_sender,
         message_senders: HashMap::new(),
@@ -134,7 +135,7 @@ async fn process_rack_messages(
 /// Agents behind one rack, each of which is served by its own task.
 struct RackAgents<'a> {
     controller_state: &'a Arc<ControllerState>,
-    name: &'a str,
+    rack_name: &'a str,
     rack_session_number: u64,
     update_sender: &'a RackUpdateSender,
     /// Queue to each agent's task, by the number of the agent's stream.
@@ -154,10 +155,13 @@ impl RackAgents<'_> {
             self.message_senders.retain(|_, sender| !sender.is_closed());
         }
         if !self.has_room_for(stream) {
-            return Err(too_many_agents_status(self.name, stream));
+            return Err(too_many_agents_status(self.rack_name, stream));
         }
-        let relay =
-            RackRelay { rack_session: self.rack_session_number, rack_name: self.name.into(), stream_number: stream };
+        let relay = RackRelay {
+            rack_session: self.rack_session_number,
+            rack_name: self.rack_name.into(),
+            stream_number: stream,
+        };
         let (controller_state, updates) = (self.controller_state, self.update_sender);
         let agent_sender = self
             .message_senders
@@ -220,7 +224,7 @@ fn start_agent_stream(
 
 /// Checks once per report interval whether the rack's configuration has changed, and then sends it. Returns `None` when
 /// the rack disconnects, or the reason why the rack's stream must end.
-async fn send_updates(
+async fn send_rack_configurations(
     controller_state: &ControllerState,
     session: u64,
     update_sender: &RackUpdateSender,

@@ -8,10 +8,10 @@ pub fn grpc_status_for_rejection(rejection: &MessageRejection) -> Status {
     let message = rejection.to_string();
     match rejection {
         MessageRejection::UnknownServer(_) => Status::not_found(message),
-        MessageRejection::DuplicateSession { .. }
+        MessageRejection::DuplicateAgent { .. }
         | MessageRejection::DuplicateLoadBalancer { .. }
         | MessageRejection::DuplicateRack { .. }
-        | MessageRejection::Superseded(_) => Status::already_exists(message),
+        | MessageRejection::SupersededAgent(_) => Status::already_exists(message),
         MessageRejection::UnknownRack(_)
         | MessageRejection::UnknownLoadBalancer(_)
         | MessageRejection::ForeignRack { .. } => Status::permission_denied(message),

@@ -10,10 +10,10 @@ use tokio::sync::mpsc;
 
 /// Maximum number of queries that wait for one agent, with up to 256 connections each, and also of answers that wait
 /// for one load balancer.
-const MAX_QUEUED_MESSAGES: usize = 64;
+const MAX_QUEUED_RELAY_MESSAGES: usize = 64;
 /// Maximum number of one agent's open queries. It is twice the number that all load balancers with a connection table
 /// send.
-const MAX_OPEN_QUERIES: usize = 1024;
+const MAX_OPEN_QUERIES_PER_AGENT: usize = 1024;
 
 /// Relay of socket queries and answers. It identifies both load balancers and agents by their sessions.
 #[derive(Default)]
@@ -25,7 +25,7 @@ pub struct SocketQueryRelay {
 struct QueriedAgent {
     query_sender: mpsc::Sender<SocketQuery>,
     /// Unanswered queries, each with the load balancer's session and the number that the load balancer assigned to it.
-    open_queries: VecDeque<(u64, u64)>,
+    unanswered_query_ids: VecDeque<(u64, u64)>,
 }
 
 fn lock_unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -35,15 +35,15 @@ fn lock_unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl SocketQueryRelay {
     /// Registers an agent's session, and returns the queue of queries to the agent.
     pub fn register_agent(&self, agent_session: u64) -> mpsc::Receiver<SocketQuery> {
-        let (query_sender, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
+        let (query_sender, receiver) = mpsc::channel(MAX_QUEUED_RELAY_MESSAGES);
         lock_unpoisoned(&self.agents_by_session)
-            .insert(agent_session, QueriedAgent { query_sender, open_queries: VecDeque::new() });
+            .insert(agent_session, QueriedAgent { query_sender, unanswered_query_ids: VecDeque::new() });
         receiver
     }
 
     /// Registers a load balancer's session, and returns the queue of answers to its queries.
     pub fn register_load_balancer_session(&self, load_balancer_session: u64) -> mpsc::Receiver<SocketAnswer> {
-        let (sender, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
+        let (sender, receiver) = mpsc::channel(MAX_QUEUED_RELAY_MESSAGES);
         lock_unpoisoned(&self.answer_senders_by_session).insert(load_balancer_session, sender);
         receiver
     }
@@ -61,8 +61,8 @@ impl SocketQueryRelay {
         let Some(queried_agent) = agents.get_mut(&agent_session) else { return };
         let query_id = (query.load_balancer_session, query.query_number);
         if queried_agent.query_sender.try_send(query).is_ok() {
-            queried_agent.open_queries.truncate(MAX_OPEN_QUERIES - 1);
-            queried_agent.open_queries.push_front(query_id);
+            queried_agent.unanswered_query_ids.truncate(MAX_OPEN_QUERIES_PER_AGENT - 1);
+            queried_agent.unanswered_query_ids.push_front(query_id);
         }
     }
 
@@ -70,8 +70,8 @@ impl SocketQueryRelay {
     pub fn relay_answer(&self, agent_session: u64, answer: SocketAnswer) -> bool {
         let query_id = (answer.load_balancer_session, answer.query_number);
         let was_open = lock_unpoisoned(&self.agents_by_session).get_mut(&agent_session).is_some_and(|queried_agent| {
-            let position = queried_agent.open_queries.iter().position(|open_query| *open_query == query_id);
-            position.and_then(|position| queried_agent.open_queries.remove(position)).is_some()
+            let position = queried_agent.unanswered_query_ids.iter().position(|open_query| *open_query == query_id);
+            position.and_then(|position| queried_agent.unanswered_query_ids.remove(position)).is_some()
         });
         if was_open {
             self.send_answer(answer);
@@ -98,12 +98,13 @@ impl SocketQueryRelay {
 #[cfg(test)]
 mod tests {
     use coreward_model::ServiceAddress;
-    use coreward_model::tuple::Protocol;
+    use coreward_model::tuple::TransportProtocol;
 
     use super::*;
 
     fn build_query(load_balancer_session: u64, query_number: u64) -> SocketQuery {
-        let service = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+        let service =
+            ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: TransportProtocol::Tcp };
         let clients = vec!["10.1.0.7:40000".parse().unwrap()];
         SocketQuery { query_number, load_balancer_session, server: 9.try_into().unwrap(), service, clients }
     }
@@ -128,7 +129,7 @@ mod tests {
     fn oldest_unanswered_query_is_forgotten() {
         let relay = SocketQueryRelay::default();
         let (mut queries, mut answers) = (relay.register_agent(1), relay.register_load_balancer_session(7));
-        for number in 0..=MAX_OPEN_QUERIES as u64 {
+        for number in 0..=MAX_OPEN_QUERIES_PER_AGENT as u64 {
             relay.relay_query(1, build_query(7, number));
             queries.try_recv().unwrap();
         }

@@ -16,10 +16,10 @@ use rand::rngs::SysRng;
 
 use crate::config::ControllerConfig;
 use coreward_controller::rotation::KeyRotationStep;
-use coreward_fleet::audit::{ChangeAuthor, ChangeDescription, describe_changes};
+use coreward_fleet::audit::{FleetChangeAuthor, FleetChangeDescription, describe_changes};
 use coreward_fleet::clock::{RecordClock, round_down_to_seconds, wall_clock_time};
 use coreward_fleet::config::{FleetConfig, list_changes};
-use coreward_fleet::drains::{self, DrainRequest};
+use coreward_fleet::drains::{self, ServerDrainRequest};
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyRotationPhase;
 use coreward_fleet::records::{DrainRecord, FleetDocument, FleetRecords};
@@ -119,8 +119,8 @@ impl FleetStateCounters {
     }
 }
 
-pub enum RecordChange {
-    Reload,
+pub enum FleetRecordChange {
+    ReloadFleetFile,
     ApplyDocument(Box<ApplyDocumentRequest>),
     /// Releases the ids of former servers and load balancers whose cookies have expired.
     RetireExpiredIds,
@@ -132,17 +132,17 @@ pub enum RecordChange {
     RecordLoadBalancerDisconnect {
         name: String,
     },
-    DrainServer(DrainRequest),
+    DrainServer(ServerDrainRequest),
     UndrainServer(String),
     ForgetLoadBalancer(String),
-    TakeKeyStep(KeyRotationStep),
+    TakeKeyRotationStep(KeyRotationStep),
     StoreBucketHistories(Vec<(String, BucketHistory)>),
 }
 
 pub struct ApplyDocumentRequest {
     pub fleet: Result<FleetConfig, Diagnostics>,
     pub change_descriptions: Vec<String>,
-    pub compared_generation: u64,
+    pub base_generation: u64,
     pub dry_run: bool,
 }
 
@@ -187,7 +187,7 @@ impl FleetStateManager {
         let stored_records = store.load_records()?;
         let had_stored_records = stored_records.is_some();
         let clock = RecordClock::continue_from(stored_records.as_ref().and_then(|records| records.last_write_at));
-        let (fleet, records, is_file_rejected) = merge_at_start_or_keep_document(
+        let (fleet, records, is_file_rejected) = merge_or_keep_stored_document(
             fleet_config,
             config.fleet_file.as_deref(),
             stored_records.as_ref(),
@@ -207,13 +207,13 @@ impl FleetStateManager {
             revoked_certificates: revocation_list,
             state_counters,
         };
-        manager.save_at_start(stored_records)?;
+        manager.save_records_at_start(stored_records)?;
         Ok(manager)
     }
 
     /// Writes the records for the first time since the start. If the embedded store cannot be written, continues with
     /// the stored records. Fails if etcd cannot be written.
-    fn save_at_start(&mut self, stored_records: Option<FleetRecords>) -> anyhow::Result<()> {
+    fn save_records_at_start(&mut self, stored_records: Option<FleetRecords>) -> anyhow::Result<()> {
         match (self.save_records(&self.records.clone()), stored_records) {
             (Ok(()), _) => {}
             // If the disk is full, a controller continues from the records, but without changes.
@@ -281,41 +281,45 @@ impl FleetStateManager {
 
     /// Makes the change and returns the new configuration if it differs. After an error, nothing has changed except
     /// revoked certificates. A change that does not affect the configuration succeeds even if it cannot be written yet.
-    pub fn apply_change(&mut self, change: RecordChange, author: &ChangeAuthor) -> anyhow::Result<Option<Fleet>> {
+    pub fn apply_change(
+        &mut self,
+        change: FleetRecordChange,
+        author: &FleetChangeAuthor,
+    ) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
-            RecordChange::Reload => self.reload_and_count(author).map(Some),
-            RecordChange::ApplyDocument(request) => self.apply_document(*request, author),
-            RecordChange::RetireExpiredIds => self.retire_expired_ids(),
-            RecordChange::RegisterLoadBalancer { name, address } => {
+            FleetRecordChange::ReloadFleetFile => self.reload_files_and_count(author).map(Some),
+            FleetRecordChange::ApplyDocument(request) => self.apply_document(*request, author),
+            FleetRecordChange::RetireExpiredIds => self.remove_expired_records(),
+            FleetRecordChange::RegisterLoadBalancer { name, address } => {
                 self.change_records(|records| records.register_load_balancer(&name, address))
             }
-            RecordChange::RecordLoadBalancerDisconnect { name } => self.change_records(|records| {
+            FleetRecordChange::RecordLoadBalancerDisconnect { name } => self.change_records(|records| {
                 records.record_load_balancer_disconnect(&name, now);
                 false
             }),
-            RecordChange::DrainServer(request) => {
+            FleetRecordChange::DrainServer(request) => {
                 let fleet = self.fleet();
                 request.check(&fleet, |service, id| fleet.is_server_eligible(service, id))?;
                 self.apply_audited_change(author, ("drain", &request.server_name), |records| {
                     records.drain_server(&request, records.generation + 1, now)
                 })
             }
-            RecordChange::UndrainServer(server) => {
-                drains::find_server(&self.fleet(), &server)?;
+            FleetRecordChange::UndrainServer(server) => {
+                drains::find_server_id(&self.fleet(), &server)?;
                 self.apply_audited_change(author, ("undrain", &server), |records| records.undrain_server(&server))
             }
-            RecordChange::ForgetLoadBalancer(name) => {
+            FleetRecordChange::ForgetLoadBalancer(name) => {
                 let is_known = self.records.load_balancers.contains_key(&name);
                 anyhow::ensure!(is_known, ForgetLoadBalancerError::UnknownLoadBalancer(name));
                 self.apply_audited_change(author, ("forget", &name), |records| records.forget_load_balancer(&name))
             }
-            RecordChange::TakeKeyStep(step) => self.take_key_step(step, author),
-            RecordChange::StoreBucketHistories(histories) => self.store_bucket_histories(histories),
+            FleetRecordChange::TakeKeyRotationStep(step) => self.take_rotation_step(step, author),
+            FleetRecordChange::StoreBucketHistories(histories) => self.store_bucket_histories(histories),
         }
     }
 
-    fn retire_expired_ids(&mut self) -> anyhow::Result<Option<Fleet>> {
+    fn remove_expired_records(&mut self) -> anyhow::Result<Option<Fleet>> {
         let (now, max_connection_lifetime) = (self.clock.now(), self.fleet_config.max_connection_lifetime);
         self.change_records(|records| {
             // After a crash, the clock has lost at most the time between two writes.
@@ -324,7 +328,11 @@ impl FleetStateManager {
         })
     }
 
-    fn take_key_step(&mut self, step: KeyRotationStep, author: &ChangeAuthor) -> anyhow::Result<Option<Fleet>> {
+    fn take_rotation_step(
+        &mut self,
+        step: KeyRotationStep,
+        author: &FleetChangeAuthor,
+    ) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         self.apply_audited_change(author, ("rotate-keys", ""), |records| {
             let next_generation = records.generation + 1;
@@ -353,16 +361,16 @@ impl FleetStateManager {
     /// change.
     fn apply_audited_change(
         &mut self,
-        author: &ChangeAuthor,
+        author: &FleetChangeAuthor,
         (action, target): (&'static str, &str),
         change: impl FnOnce(&mut FleetRecords) -> bool,
     ) -> anyhow::Result<Option<Fleet>> {
         self.change_records(|records| {
-            let previous_description = describe_subject(records, action, target);
+            let previous_description = describe_action_target(records, action, target);
             let has_changed = change(records);
             if has_changed {
-                let new_description = describe_subject(records, action, target);
-                let change_description = ChangeDescription {
+                let new_description = describe_action_target(records, action, target);
+                let change_description = FleetChangeDescription {
                     action,
                     target: target.to_owned(),
                     state_before: previous_description,
@@ -403,12 +411,12 @@ impl FleetStateManager {
     fn apply_document(
         &mut self,
         request: ApplyDocumentRequest,
-        author: &ChangeAuthor,
+        author: &FleetChangeAuthor,
     ) -> anyhow::Result<Option<Fleet>> {
         if let Some(file) = self.config.fleet_file.clone().filter(|_| !request.dry_run) {
             return Err(ApplyDocumentError::ManagedByFile { file, controller: self.config_path.clone() }.into());
         }
-        let (in_force, compared) = (self.records.document.generation, request.compared_generation);
+        let (in_force, compared) = (self.records.document.generation, request.base_generation);
         if compared != in_force {
             return Err(ApplyDocumentError::GenerationConflict { in_force, compared }.into());
         }
@@ -427,8 +435,8 @@ impl FleetStateManager {
     }
 
     /// Reloads the files, and counts whether this succeeds.
-    fn reload_and_count(&mut self, author: &ChangeAuthor) -> anyhow::Result<Fleet> {
-        let reload_result = self.reload_files(author);
+    fn reload_files_and_count(&mut self, author: &FleetChangeAuthor) -> anyhow::Result<Fleet> {
+        let reload_result = self.reload_config_and_fleet_files(author);
         let reload_counter = match reload_result {
             Ok(_) => &self.state_counters.reload_count,
             Err(_) => &self.state_counters.failed_reload_count,
@@ -438,7 +446,7 @@ impl FleetStateManager {
         reload_result
     }
 
-    fn reload_files(&mut self, author: &ChangeAuthor) -> anyhow::Result<Fleet> {
+    fn reload_config_and_fleet_files(&mut self, author: &FleetChangeAuthor) -> anyhow::Result<Fleet> {
         let config = ControllerConfig::load(&self.config_path)?;
         // Revocations take effect even if the rest cannot, so that revoking a lost key needs no space on a disk.
         self.revoked_certificates.replace_fingerprints(config.revoked_certificates.iter().copied());
@@ -493,7 +501,7 @@ fn merge_fleet_file_with_records(
 /// Merges the fleet's file with the records like [`merge_fleet_file_with_records`]. If the file at `file_path` has a
 /// mistake, the stored document stays in force. Returns the fleet, the records, and whether the file was rejected.
 /// Fails if the file has a mistake and no document is stored.
-fn merge_at_start_or_keep_document(
+fn merge_or_keep_stored_document(
     file: Result<Option<FleetConfig>, Diagnostics>,
     file_path: Option<&Path>,
     stored_records: Option<&FleetRecords>,
@@ -521,7 +529,7 @@ fn merge_at_start_or_keep_document(
 fn add_document_audit_entry(
     records: &mut FleetRecords,
     previous_records: &FleetRecords,
-    (action, author): (&'static str, &ChangeAuthor),
+    (action, author): (&'static str, &FleetChangeAuthor),
     changes: &[String],
 ) {
     let (old_generation, new_generation) = (previous_records.document.generation, records.document.generation);
@@ -529,7 +537,7 @@ fn add_document_audit_entry(
         return;
     }
     let new_description = format!("generation {new_generation}: {}", describe_changes(changes));
-    let change_description = ChangeDescription {
+    let change_description = FleetChangeDescription {
         action,
         target: String::new(),
         state_before: format!("generation {old_generation}"),
@@ -540,7 +548,7 @@ fn add_document_audit_entry(
 
 /// Returns a description of the object that an action changes. The audit log contains the description before and after
 /// the change.
-fn describe_subject(records: &FleetRecords, action: &str, target: &str) -> String {
+fn describe_action_target(records: &FleetRecords, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
         let next_key_suffix =
             if records.key_ring.phase == KeyRotationPhase::Steady { "" } else { ", the next one is announced" };

@@ -9,13 +9,14 @@ use super::controller_state::ControllerState;
 
 /// Maximum time after a restart for which load balancers keep their tables until agents have reported. It is longer
 /// than the 2 s within which agents retry.
-const RESTART_SETTLE_TIMEOUT: Duration = Duration::from_secs(4);
-const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
+const FIRST_REPORTS_TIMEOUT_AFTER_RESTART: Duration = Duration::from_secs(4);
+const FIRST_REPORTS_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Makes due tables, and never returns. `has_predecessor` is whether load balancers have tables of an earlier process.
-pub async fn make_tables(controller_state: &ControllerState, has_predecessor: bool) {
-    let settle_deadline = Instant::now() + if has_predecessor { RESTART_SETTLE_TIMEOUT } else { Duration::ZERO };
-    while Instant::now() < settle_deadline && !controller_state.have_all_agents_reported() {
-        tokio::time::sleep(SETTLE_POLL_INTERVAL).await;
+pub async fn run_table_scheduler(controller_state: &ControllerState, has_predecessor: bool) {
+    let settle_deadline =
+        Instant::now() + if has_predecessor { FIRST_REPORTS_TIMEOUT_AFTER_RESTART } else { Duration::ZERO };
+    while Instant::now() < settle_deadline && !controller_state.are_loads_and_health_known() {
+        tokio::time::sleep(FIRST_REPORTS_POLL_INTERVAL).await;
     }
     controller_state.allow_tables();
     tokio::join!(make_tables_each_interval(controller_state), make_tables_on_change(controller_state));

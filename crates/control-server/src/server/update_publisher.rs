@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::OnceLock;
 
-use coreward_wire::{FleetChange, FleetConfiguration, ServiceIndex};
+use coreward_wire::{FleetConfiguration, FleetConfigurationChange, ServiceIndex};
 use parking_lot::{Mutex, MutexGuard};
 use prost::bytes::Bytes;
 use tokio::sync::watch;
@@ -18,7 +18,7 @@ pub struct UpdatePublisher {
 struct NewestPublishedUpdates {
     configuration: PublishedConfiguration,
     newest_update_number: u64,
-    newest_tables: HashMap<ServiceIndex, (u64, Bytes)>,
+    update_and_table_by_service: HashMap<ServiceIndex, (u64, Bytes)>,
     /// Newest encoded table of each service, by the number of the update that published it.
     tables_by_update: BTreeMap<(u64, ServiceIndex), Bytes>,
 }
@@ -29,7 +29,7 @@ struct PublishedConfiguration {
     /// Encoded full configuration, which is made when a session first needs it.
     encoded_configuration: OnceLock<Bytes>,
     /// Number of the previous configuration's update, and the encoded changes since that update.
-    change_since_update: Option<(u64, Bytes)>,
+    base_update_and_change: Option<(u64, Bytes)>,
 }
 
 /// Updates that have not been sent to a session yet.
@@ -44,7 +44,7 @@ pub struct PendingSessionUpdates {
 pub enum EncodedConfigUpdate {
     /// Encoded [`FleetConfiguration`].
     Full(Bytes),
-    /// Encoded [`FleetChange`].
+    /// Encoded [`FleetConfigurationChange`].
     Change(Bytes),
 }
 
@@ -56,13 +56,13 @@ pub struct SentUpdateCursor {
 }
 
 impl PublishedConfiguration {
-    fn new(fleet: FleetConfiguration, update_number: u64, change_since_update: Option<(u64, Bytes)>) -> Self {
-        Self { fleet, update_number, encoded_configuration: OnceLock::new(), change_since_update }
+    fn new(fleet: FleetConfiguration, update_number: u64, base_update_and_change: Option<(u64, Bytes)>) -> Self {
+        Self { fleet, update_number, encoded_configuration: OnceLock::new(), base_update_and_change }
     }
 
     /// Returns the configuration update for a session that has the configuration of update `update_number`.
     fn config_update_since(&self, update_number: u64) -> EncodedConfigUpdate {
-        match &self.change_since_update {
+        match &self.base_update_and_change {
             Some((base, change)) if *base == update_number => EncodedConfigUpdate::Change(change.clone()),
             _ => EncodedConfigUpdate::Full(
                 self.encoded_configuration.get_or_init(|| self.fleet.encode(self.update_number)).clone(),
@@ -77,7 +77,7 @@ impl UpdatePublisher {
         let published_state = NewestPublishedUpdates {
             configuration,
             newest_update_number: 1,
-            newest_tables: HashMap::new(),
+            update_and_table_by_service: HashMap::new(),
             tables_by_update: BTreeMap::new(),
         };
         Self { published_state: Mutex::new(published_state), newest_update_sender: watch::Sender::new(1) }
@@ -102,7 +102,8 @@ impl UpdatePublisher {
     pub fn publish_tables(&self, tables: impl IntoIterator<Item = (ServiceIndex, Bytes)>) {
         self.publish_change(|snapshot, number| {
             for (service, table) in tables {
-                if let Some((before, _)) = snapshot.newest_tables.insert(service, (number, table.clone())) {
+                if let Some((before, _)) = snapshot.update_and_table_by_service.insert(service, (number, table.clone()))
+                {
                     snapshot.tables_by_update.remove(&(before, service));
                 }
                 snapshot.tables_by_update.insert((number, service), table);
@@ -114,13 +115,13 @@ impl UpdatePublisher {
     pub fn publish_configuration(&self, configuration: FleetConfiguration, keep: impl Fn(ServiceIndex) -> bool) {
         self.publish_change(|snapshot, number| {
             let previous_configuration = &snapshot.configuration;
-            let fleet_change = FleetChange::between_configurations(
+            let fleet_change = FleetConfigurationChange::between_configurations(
                 (previous_configuration.update_number, &previous_configuration.fleet),
                 (number, &configuration),
             );
             let encoded_change = Some((previous_configuration.update_number, fleet_change.encode()));
             snapshot.configuration = PublishedConfiguration::new(configuration, number, encoded_change);
-            snapshot.newest_tables.retain(|service, _| keep(*service));
+            snapshot.update_and_table_by_service.retain(|service, _| keep(*service));
             snapshot.tables_by_update.retain(|(_, service), _| keep(*service));
         });
     }
@@ -160,7 +161,7 @@ mod tests {
         let key = CookieKey { k0: 1, k1: 2 };
         FleetConfiguration {
             generation,
-            keys: FleetCookieKeys { keys: [key; 2], current_key_index: CookieKeyIndex::First },
+            cookie_keys: FleetCookieKeys { keys: [key; 2], current_key_index: CookieKeyIndex::First },
             services: Vec::new(),
             load_balancers: Vec::new(),
             report_interval: Duration::from_millis(100),
@@ -170,7 +171,7 @@ mod tests {
 
     /// Takes the pending updates. Returns the generation of the full configuration or of the configuration change, if
     /// any, and the tables.
-    fn take_generations_and_tables(
+    fn take_update_generations_and_tables(
         publisher: &UpdatePublisher,
         cursor: &mut SentUpdateCursor,
     ) -> (Option<u64>, Option<u64>, Vec<Vec<u8>>) {
@@ -181,7 +182,7 @@ mod tests {
                 whole_generation = Some(FleetConfiguration::decode(bytes).unwrap().1.generation)
             }
             Some(EncodedConfigUpdate::Change(bytes)) => {
-                change_generation = Some(FleetChange::decode(bytes).unwrap().0.configuration.generation)
+                change_generation = Some(FleetConfigurationChange::decode(bytes).unwrap().0.configuration.generation)
             }
             None => {}
         }
@@ -192,18 +193,18 @@ mod tests {
     fn subscriber_gets_the_newest_update_once() {
         let publisher = UpdatePublisher::new(build_fleet_configuration(1));
         let mut cursor = SentUpdateCursor::default();
-        assert_eq!(take_generations_and_tables(&publisher, &mut cursor), (Some(1), None, vec![]));
+        assert_eq!(take_update_generations_and_tables(&publisher, &mut cursor), (Some(1), None, vec![]));
         publisher.publish_tables([(to_service_index(1), "1".into()), (to_service_index(2), "2".into())]);
         publisher.publish_tables([(to_service_index(1), "1 again".into())]);
         assert_eq!(
-            take_generations_and_tables(&publisher, &mut cursor),
+            take_update_generations_and_tables(&publisher, &mut cursor),
             (None, None, vec![b"2".to_vec(), b"1 again".to_vec()])
         );
-        assert_eq!(take_generations_and_tables(&publisher, &mut cursor), (None, None, vec![]));
+        assert_eq!(take_update_generations_and_tables(&publisher, &mut cursor), (None, None, vec![]));
         publisher.publish_configuration(build_fleet_configuration(2), |index| index == to_service_index(2));
-        assert_eq!(take_generations_and_tables(&publisher, &mut cursor), (None, Some(2), vec![]));
+        assert_eq!(take_update_generations_and_tables(&publisher, &mut cursor), (None, Some(2), vec![]));
         assert_eq!(
-            take_generations_and_tables(&publisher, &mut SentUpdateCursor::default()),
+            take_update_generations_and_tables(&publisher, &mut SentUpdateCursor::default()),
             (Some(2), None, vec![b"2".to_vec()])
         );
     }
@@ -213,13 +214,19 @@ mod tests {
         let publisher = UpdatePublisher::new(build_fleet_configuration(1));
         let (mut fast_cursor, mut slow_cursor) = (SentUpdateCursor::default(), SentUpdateCursor::default());
         for cursor in [&mut fast_cursor, &mut slow_cursor] {
-            assert_eq!(take_generations_and_tables(&publisher, cursor), (Some(1), None, vec![]));
+            assert_eq!(take_update_generations_and_tables(&publisher, cursor), (Some(1), None, vec![]));
         }
         publisher.publish_configuration(build_fleet_configuration(2), |_| true);
-        assert_eq!(take_generations_and_tables(&publisher, &mut fast_cursor), (None, Some(2), vec![]));
+        assert_eq!(take_update_generations_and_tables(&publisher, &mut fast_cursor), (None, Some(2), vec![]));
         publisher.publish_tables([(to_service_index(1), "1".into())]);
         publisher.publish_configuration(build_fleet_configuration(3), |_| true);
-        assert_eq!(take_generations_and_tables(&publisher, &mut fast_cursor), (None, Some(3), vec![b"1".to_vec()]));
-        assert_eq!(take_generations_and_tables(&publisher, &mut slow_cursor), (Some(3), None, vec![b"1".to_vec()]));
+        assert_eq!(
+            take_update_generations_and_tables(&publisher, &mut fast_cursor),
+            (None, Some(3), vec![b"1".to_vec()])
+        );
+        assert_eq!(
+            take_update_generations_and_tables(&publisher, &mut slow_cursor),
+            (Some(3), None, vec![b"1".to_vec()])
+        );
     }
 }

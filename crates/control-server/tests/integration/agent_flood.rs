@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use coreward_controller::rejection::MAX_REPORT_BURST;
+use coreward_controller::rejection::MAX_REPORTS_PER_BURST;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use tokio::sync::mpsc;
@@ -34,7 +34,7 @@ fn to_agent_message(message: Message) -> v1::AgentMessage {
     v1::AgentMessage { message: Some(message) }
 }
 
-fn report_message(sequence: u64) -> v1::AgentMessage {
+fn build_report_message(sequence: u64) -> v1::AgentMessage {
     to_agent_message(Message::Report(v1::Report {
         sequence,
         sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
@@ -60,7 +60,7 @@ async fn send_report_flood(controller: Arc<RunningController>) {
     loop {
         let (sender, _updates) = open_agent_stream(&controller, "s1").await;
         let mut sequence = 0;
-        while sender.send(report_message(sequence)).await.is_ok() {
+        while sender.send(build_report_message(sequence)).await.is_ok() {
             sequence += 1;
             if sequence == REPORT_COUNT {
                 return;
@@ -76,7 +76,7 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
     let controller = Arc::new(controller);
     let start_time = Instant::now();
     let flood_task = tokio::spawn(send_report_flood(controller.clone()));
-    let report_burst = u64::from(MAX_REPORT_BURST);
+    let report_burst = u64::from(MAX_REPORTS_PER_BURST);
     with_timeout("the reports that it may send at once", async {
         while read_decoded_report_count(&controller).await < report_burst {}
     })
@@ -84,7 +84,7 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
     // Another agent's reports are accepted meanwhile.
     let (other_sender, _updates) = open_agent_stream(&controller, "s2").await;
     for sequence in 1..=10 {
-        other_sender.send(report_message(sequence)).await.unwrap();
+        other_sender.send(build_report_message(sequence)).await.unwrap();
     }
     let has_other_agent_reported = async || {
         let status = controller.fetch_status().await;

@@ -16,7 +16,7 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
 /// Operations other than GET that a viewer may request, because they do not change the fleet.
-const VIEWER_OPERATIONS: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
+const VIEWER_API_OPERATIONS: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
 struct ApiTestEnv {
     test_directory: TestDirectory,
@@ -127,7 +127,7 @@ async fn every_endpoint_requires_authentication() {
             Role::Viewer => {}
         }
     }
-    assert_eq!(requested_post_paths, VIEWER_OPERATIONS.map(str::to_owned).into());
+    assert_eq!(requested_post_paths, VIEWER_API_OPERATIONS.map(str::to_owned).into());
     let (status, _) = env.send_request("GET", "/v1/status?rss_keys=true", Some(&viewer), None).await;
     assert_eq!(status, StatusCode::FORBIDDEN);
     let (status, _) = env.send_request("GET", "/v1/status?rss_keys=true", Some(&operator), None).await;
@@ -193,8 +193,10 @@ async fn document_is_applied_whole_or_not_at_all() {
         [(Some(1), Some("load_ewma_alpha")), (Some(2), Some("server.address"))],
         "{problem:?}"
     );
-    let check_result =
-        client.check(&CheckRequest { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() }).await.unwrap();
+    let check_result = client
+        .check_fleet_document(&CheckRequest { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() })
+        .await
+        .unwrap();
     assert_eq!(check_result.mistakes.len(), 1);
 
     let preview = client.apply_fleet(&new_fleet_request(&text, 0, true)).await.unwrap();

@@ -8,7 +8,7 @@ use coreward_http::tokens::token_file_path;
 use coreward_http::{Problem, ProblemKind};
 use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
 use coreward_tls::verify::ExpectedControllerHost;
-use coreward_tls::{CredentialFiles, FleetIdentity, FleetRole};
+use coreward_tls::{FleetIdentity, FleetRole, TlsCredentialFiles};
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
@@ -54,7 +54,7 @@ impl ApiTlsTestEnv {
         format!("https://127.0.0.1:{}", self.controller.api_address.port())
     }
 
-    fn issue_certificate(&self, role: FleetRole, name: &str) -> CredentialFiles {
+    fn issue_certificate(&self, role: FleetRole, name: &str) -> TlsCredentialFiles {
         issue_credentials(&self.test_directory, &self.authority, role, name, &[])
     }
 
@@ -89,7 +89,7 @@ fn issue_credentials(
     role: FleetRole,
     name: &str,
     hosts: &[&str],
-) -> CredentialFiles {
+) -> TlsCredentialFiles {
     let identity = FleetIdentity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
     let directory = test_directory.temporary_directory.path().join(format!("{role}-{name}"));
     let hosts: Vec<String> = hosts.iter().map(ToString::to_string).collect();
@@ -97,7 +97,7 @@ fn issue_credentials(
         authority.issue_certificate(&identity, &hosts, CertificateValidity::from_now(DAY)).unwrap();
     certificate_and_key.write_files(&directory, authority).unwrap();
     let build_file_path = |name: &str| directory.join(name);
-    CredentialFiles {
+    TlsCredentialFiles {
         ca_path: build_file_path("ca.crt"),
         certificate_path: build_file_path("own.crt"),
         key_path: build_file_path("own.key"),
@@ -310,7 +310,7 @@ async fn revoked_certificate_is_rejected() {
 
 /// Without `[tls]`, a token would cross the network in cleartext.
 #[tokio::test]
-async fn api_that_listens_beyond_its_host_requires_tls() {
+async fn api_on_nonlocal_address_requires_tls() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
     let config_text = std::fs::read_to_string(test_directory.config_path()).unwrap();
     std::fs::write(test_directory.config_path(), config_text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\""))

@@ -5,20 +5,20 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_api::types::{Fleet, FleetChange, NewFleet, Server, ServerState, Service, Status};
-use coreward_render::OutputFormat;
+use coreward_render::RenderedOutputFormat;
 use coreward_render::fleet::{self, ProposedFleet};
 use proptest::prelude::*;
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// Returns a test directory whose controller's file names no fleet file.
-fn empty_test_directory() -> TestDirectory {
+fn directory_without_fleet_file() -> TestDirectory {
     let test_directory = TestDirectory::new(&[], "");
     test_directory.write_controller_config("");
     test_directory
 }
 
-fn fleet_document(servers: &[&str], additional_text: &str) -> String {
+fn fleet_document_text(servers: &[&str], additional_text: &str) -> String {
     let format_server_section =
         |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
     let server_sections: String = servers.iter().map(format_server_section).collect();
@@ -50,17 +50,18 @@ impl RunningController {
         apply_proposed_fleet(self.read_proposal(test_directory, text).await?).await
     }
 
-    async fn show_fleet(&self, format: OutputFormat) -> String {
+    async fn show_fleet(&self, format: RenderedOutputFormat) -> String {
         let client = self.client.clone();
         tokio::task::spawn_blocking(move || fleet::fetch_document(&client, format)).await.unwrap().unwrap()
     }
 
     async fn expect_applied_fleet_is_shown(&self, generation: u64, document: &str) {
         assert_eq!(
-            self.show_fleet(OutputFormat::Text).await,
+            self.show_fleet(RenderedOutputFormat::Text).await,
             format!("# generation {generation}, applied\n{document}")
         );
-        let shown_json: serde_json::Value = serde_json::from_str(&self.show_fleet(OutputFormat::Json).await).unwrap();
+        let shown_json: serde_json::Value =
+            serde_json::from_str(&self.show_fleet(RenderedOutputFormat::Json).await).unwrap();
         assert_eq!(
             (&shown_json["generation"], &shown_json["file"], &shown_json["text"]),
             (&generation.into(), &().into(), &document.into())
@@ -106,10 +107,10 @@ async fn apply_proposed_fleet(proposed_fleet: ProposedFleet) -> Result<u64, Stri
 
 #[tokio::test]
 async fn applied_fleet_is_shown_and_survives_a_restart() {
-    let test_directory = empty_test_directory();
+    let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
     assert_eq!(controller.fetch_applied_document().await, Fleet { generation: 0, text: String::new(), file: None });
-    let first_document = fleet_document(&["s1", "s2"], "");
+    let first_document = fleet_document_text(&["s1", "s2"], "");
     let proposed_fleet = controller.read_proposal(&test_directory, &first_document).await.unwrap();
     let is_added = |change: &&FleetChange| change.message.starts_with("+ ");
     let added_subjects: Vec<&str> =
@@ -123,13 +124,13 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
     let repeated_proposal = controller.read_proposal(&test_directory, &first_document).await.unwrap();
     assert!(
         repeated_proposal.is_already_active()
-            && repeated_proposal.format_changes(OutputFormat::Text).unwrap()
+            && repeated_proposal.format_changes(RenderedOutputFormat::Text).unwrap()
                 == "generation 1 is the same: nothing changes\n"
     );
     let draining_document = first_document.replace("10.2.0.1\"\n", "10.2.0.1\"\nstate = \"draining\"\n");
     let draining_fleet = controller.read_proposal(&test_directory, &draining_document).await.unwrap();
     assert_eq!(
-        draining_fleet.format_changes(OutputFormat::Text).unwrap(),
+        draining_fleet.format_changes(RenderedOutputFormat::Text).unwrap(),
         "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n"
     );
     assert_eq!(apply_proposed_fleet(draining_fleet).await, Ok(2));
@@ -148,10 +149,10 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
 
 #[tokio::test]
 async fn document_based_on_an_old_generation_is_rejected() {
-    let test_directory = empty_test_directory();
+    let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
-    controller.apply_proposed_text(&test_directory, &fleet_document(&["s1"], "")).await.unwrap();
-    let [late, early] = [&["s1", "s3"], &["s1", "s2"]].map(|servers| fleet_document(servers, ""));
+    controller.apply_proposed_text(&test_directory, &fleet_document_text(&["s1"], "")).await.unwrap();
+    let [late, early] = [&["s1", "s3"], &["s1", "s2"]].map(|servers| fleet_document_text(servers, ""));
     let late_proposal = controller.read_proposal(&test_directory, &late).await.unwrap();
     assert_eq!(controller.apply_proposed_text(&test_directory, &early).await, Ok(2));
     assert_eq!(
@@ -163,12 +164,12 @@ async fn document_based_on_an_old_generation_is_rejected() {
 
 #[tokio::test]
 async fn invalid_document_changes_nothing() {
-    let test_directory = empty_test_directory();
+    let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
-    let first_document = fleet_document(&["s1"], "").replace("address", "id = 7\naddress");
+    let first_document = fleet_document_text(&["s1"], "").replace("address", "id = 7\naddress");
     controller.apply_proposed_text(&test_directory, &first_document).await.unwrap();
     let configuration_before = controller.fetch_stored_configuration().await;
-    let invalid_document = fleet_document(&["s1", "s1"], "weihgt = 2\n");
+    let invalid_document = fleet_document_text(&["s1", "s1"], "weihgt = 2\n");
     assert_eq!(
         controller
             .apply_proposed_text(&test_directory, &invalid_document)
@@ -186,7 +187,7 @@ async fn invalid_document_changes_nothing() {
         ]
     );
     // The document itself is valid, but only the controller has the record that connections may still use the id.
-    let duplicate_id_document = fleet_document(&["s2"], "").replace("address", "id = 7\naddress");
+    let duplicate_id_document = fleet_document_text(&["s2"], "").replace("address", "id = 7\naddress");
     assert_eq!(
         controller.apply_proposed_text(&test_directory, &duplicate_id_document).await.unwrap_err(),
         "/wanted.toml:5:6: key `server.id`: server id 7 belongs to server \"s1\", whose connections may still carry \
@@ -203,14 +204,17 @@ async fn invalid_document_changes_nothing() {
 
 /// The slow start of a server is not stored, so the next controller gives the server its full share at once.
 #[tokio::test]
-async fn slow_start_ends_with_a_restart() {
-    let test_directory = empty_test_directory();
+async fn slow_start_ends_with_a_controller_restart() {
+    let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
     let slow_start_line = "slow_start = \"1h\"\n";
-    assert_eq!(controller.apply_proposed_text(&test_directory, &fleet_document(&["s1"], slow_start_line)).await, Ok(1));
+    assert_eq!(
+        controller.apply_proposed_text(&test_directory, &fleet_document_text(&["s1"], slow_start_line)).await,
+        Ok(1)
+    );
     controller.wait_for_status("the first table", |status| status.services[0].table_generation > 0).await;
     assert_eq!(
-        controller.apply_proposed_text(&test_directory, &fleet_document(&["s1", "s2"], slow_start_line)).await,
+        controller.apply_proposed_text(&test_directory, &fleet_document_text(&["s1", "s2"], slow_start_line)).await,
         Ok(2)
     );
     controller.wait_for_status("s2 to join", |status| server_state(status, "s2") == ServerState::Joining).await;
@@ -230,7 +234,7 @@ async fn fleet_managed_by_a_file_changes_only_with_the_file() {
     assert_eq!((applied_fleet.generation, applied_fleet.text), (1, std::fs::read_to_string(&fleet_file).unwrap()));
     assert_eq!(applied_fleet.file, Some(fleet_file.display().to_string()));
     // An operator may still see what a document would change.
-    let proposed_fleet = controller.read_proposal(&test_directory, &fleet_document(&["s2"], "")).await.unwrap();
+    let proposed_fleet = controller.read_proposal(&test_directory, &fleet_document_text(&["s2"], "")).await.unwrap();
     assert!(
         proposed_fleet.changes().iter().any(|change| change.message == "- server s1"),
         "{:?}",
@@ -251,7 +255,7 @@ async fn fleet_managed_by_a_file_changes_only_with_the_file() {
     std::fs::remove_file(fleet_file).unwrap();
     let controller = test_directory.start_controller().await;
     assert_eq!(controller.fetch_stored_configuration().await, configuration_before);
-    assert_eq!(controller.apply_proposed_text(&test_directory, &fleet_document(&["s1", "s2"], "")).await, Ok(2));
+    assert_eq!(controller.apply_proposed_text(&test_directory, &fleet_document_text(&["s1", "s2"], "")).await, Ok(2));
 }
 
 /// Returns a strategy that generates valid fleet documents, with servers and services in any order, and with comments.
@@ -293,7 +297,7 @@ proptest! {
     fn any_fleet_survives_a_restart(first in any_valid_document(), second in any_valid_document()) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let test_directory = empty_test_directory();
+            let test_directory = directory_without_fleet_file();
             let controller = test_directory.start_controller().await;
             prop_assert_eq!(controller.apply_proposed_text(&test_directory, &first).await, Ok(1));
             // An id that the first document assigned may still be in cookies. In this case the second document is

@@ -15,7 +15,7 @@ fn directory_without_fleet_file() -> TestDirectory {
     test_directory
 }
 
-fn fleet_document(servers: &[&str]) -> String {
+fn fleet_document_text(servers: &[&str]) -> String {
     let format_server_section =
         |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
     let server_sections: String = servers.iter().map(format_server_section).collect();
@@ -44,7 +44,7 @@ async fn connect_load_balancer(controller: &RunningController) -> mpsc::Sender<v
 }
 
 /// Waits until the API accepts further requests, whose number per second is limited.
-async fn wait_for_rate_limit() {
+async fn wait_until_rate_limit_permits() {
     tokio::time::sleep(std::time::Duration::from_millis(60)).await;
 }
 
@@ -56,10 +56,10 @@ async fn send_message(sender: &mpsc::Sender<v1::LoadBalancerMessage>, message: M
 async fn audit_entry_survives_a_restart() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
-    apply_document(&controller, &fleet_document(&["s1", "s2"]), 0).await;
+    apply_document(&controller, &fleet_document_text(&["s1", "s2"]), 0).await;
     controller.client.drain_server("s1", &DrainServer::default()).await.unwrap();
     controller.client.drain_server("s1", &DrainServer::default()).await.unwrap();
-    apply_document(&controller, &fleet_document(&["s1", "s2", "s3"]), 1).await;
+    apply_document(&controller, &fleet_document_text(&["s1", "s2", "s3"]), 1).await;
     controller.kill().await;
 
     let controller = test_directory.start_controller().await;
@@ -95,7 +95,7 @@ async fn audit_entry_survives_a_restart() {
 async fn update_rejected_by_a_load_balancer_is_reported() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
-    apply_document(&controller, &fleet_document(&["s1"]), 0).await;
+    apply_document(&controller, &fleet_document_text(&["s1"]), 0).await;
     let load_balancer_sender = connect_load_balancer(&controller).await;
     let acknowledgements = with_timeout("the load balancer", async {
         loop {
@@ -103,7 +103,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
             if acknowledgements.pending_count == 1 {
                 break acknowledgements;
             }
-            wait_for_rate_limit().await;
+            wait_until_rate_limit_permits().await;
         }
     })
     .await;
@@ -127,7 +127,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
                 ..Default::default()
             };
             send_message(&load_balancer_sender, Message::State(state)).await;
-            wait_for_rate_limit().await;
+            wait_until_rate_limit_permits().await;
         }
     })
     .await;
@@ -152,7 +152,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
         while let Err(error) = controller.client.forget_load_balancer("lb1").await {
             let problem_kind = error.downcast_ref::<Problem>().unwrap().kind;
             assert!(matches!(problem_kind, ProblemKind::Conflict | ProblemKind::TooManyRequests), "{error}");
-            wait_for_rate_limit().await;
+            wait_until_rate_limit_permits().await;
         }
     };
     with_timeout("the end of its stream", forget_when_disconnected).await;
@@ -164,7 +164,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
 async fn concurrent_drains_leave_one_healthy_server() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
-    apply_document(&controller, &fleet_document(&["s1", "s2", "s3"]), 0).await;
+    apply_document(&controller, &fleet_document_text(&["s1", "s2", "s3"]), 0).await;
     let load_balancer_sender = connect_load_balancer(&controller).await;
     let status = controller.fetch_status().await;
     let servers = status.servers.iter().map(|server| v1::ServerHealth {
@@ -178,7 +178,7 @@ async fn concurrent_drains_leave_one_healthy_server() {
         let is_s3_down =
             |server: &coreward_api::types::Server| server.name == "s3" && server.state == ServerState::Down;
         while !controller.fetch_status().await.servers.iter().any(is_s3_down) {
-            wait_for_rate_limit().await;
+            wait_until_rate_limit_permits().await;
         }
     })
     .await;

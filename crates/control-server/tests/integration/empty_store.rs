@@ -71,7 +71,7 @@ async fn apply_document(controller: &RunningController, text: &str, generation: 
 }
 
 fn find_metric_line(controller: &RunningController, name: &str) -> String {
-    let metrics_text = (controller.metrics_text)();
+    let metrics_text = (controller.render_metrics_text)();
     metrics_text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap_or_default().to_owned()
 }
 

@@ -8,7 +8,7 @@ use coreward_http::{Problem, ProblemKind};
 use coreward_model::placement::PlacementTable;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
-use coreward_wire::{FleetConfiguration, STATE_MESSAGE_INTERVAL, SocketQuery, table, v1};
+use coreward_wire::{FleetConfiguration, LB_STATE_MESSAGE_INTERVAL, SocketQuery, table, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
@@ -247,14 +247,14 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
     let (second, first) = (observed_ids_and_keys.pop().unwrap(), observed_ids_and_keys.pop().unwrap());
     // The file and the load balancer, which was new then, caused one generation each. The restart caused one more.
     assert_eq!((first.0, second.0), (2, 3));
-    assert_eq!(first.1.keys, second.1.keys);
+    assert_eq!(first.1.cookie_keys, second.1.cookie_keys);
     assert_eq!(first.1.services, second.1.services);
     assert_eq!((first.2, first.3), (second.2, second.3));
     // Another fleet has different secrets.
     let other_fleet_controller = TestDirectory::new(&["s1", "s2", "s3"], &services).start_controller().await;
     let mut load_balancer =
         other_fleet_controller.connect_load_balancer(other_fleet_controller.connect_control_client().await).await;
-    assert_ne!(load_balancer.receive_configuration().await.keys, first.1.keys);
+    assert_ne!(load_balancer.receive_configuration().await.cookie_keys, first.1.cookie_keys);
 }
 
 #[tokio::test]
@@ -330,7 +330,7 @@ async fn reloaded_fleet_file_is_applied_completely_or_not_at_all() {
     test_directory.write_fleet_file(&["s2", "s3"], &WEB_SERVICE_TOML.replace("crossrss", "no-such-policy"));
     send_sighup();
     with_timeout("the rejection of the file", async {
-        while !(controller.metrics_text)().contains("coreward_reloads_total{result=\"rejected\"} 1.0\n") {
+        while !(controller.render_metrics_text)().contains("coreward_reloads_total{result=\"rejected\"} 1.0\n") {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     })
@@ -430,7 +430,7 @@ async fn load_balancers_learn_which_peers_are_alive() {
         loop {
             let message = Some(load_balancer_message::Message::State(v1::LoadBalancerState::default()));
             first_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
-            tokio::time::sleep(STATE_MESSAGE_INTERVAL).await;
+            tokio::time::sleep(LB_STATE_MESSAGE_INTERVAL).await;
         }
     });
     let wait_for_peers = async |balancer: &mut FakeLoadBalancer, expected: &[(&str, u8, bool)]| loop {
@@ -464,7 +464,7 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     assert_eq!(rejection.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     assert!(rejection.to_string().starts_with("the key in force is"), "{rejection}");
     let mut load_balancer = controller.connect_load_balancer(controller.connect_control_client().await).await;
-    let original_keys = load_balancer.receive_configuration().await.keys;
+    let original_keys = load_balancer.receive_configuration().await.cookie_keys;
     let announced_keys = request_key_rotation(&controller, true).await.unwrap();
     assert_eq!((announced_keys.rotation_phase, announced_keys.current_key), (KeyPhase::Announced, 0));
     assert!(
@@ -478,21 +478,21 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     assert_eq!(controller.fetch_status().await.keys.rotation_phase, KeyPhase::Announced);
     let mut load_balancer = controller.connect_load_balancer(controller.connect_control_client().await).await;
     let configuration = load_balancer.receive_configuration().await;
-    assert_eq!(configuration.keys.keys[0], original_keys.keys[0]);
-    assert_ne!(configuration.keys.keys[1], original_keys.keys[1]);
-    assert_eq!(configuration.keys.current_key_index, original_keys.current_key_index);
+    assert_eq!(configuration.cookie_keys.keys[0], original_keys.keys[0]);
+    assert_ne!(configuration.cookie_keys.keys[1], original_keys.keys[1]);
+    assert_eq!(configuration.cookie_keys.current_key_index, original_keys.current_key_index);
     let state = v1::LoadBalancerState { configuration_generation: configuration.generation, ..Default::default() };
     let message = Some(load_balancer_message::Message::State(state));
     load_balancer.message_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
     let keys_after_switch = loop {
         let next_configuration = load_balancer.receive_configuration().await;
-        if next_configuration.keys != configuration.keys {
-            break next_configuration.keys;
+        if next_configuration.cookie_keys != configuration.cookie_keys {
+            break next_configuration.cookie_keys;
         }
     };
     assert_eq!(
         (keys_after_switch.keys, keys_after_switch.current_key_index),
-        (configuration.keys.keys, original_keys.current_key_index.other_index())
+        (configuration.cookie_keys.keys, original_keys.current_key_index.other_index())
     );
     assert_eq!(controller.fetch_status().await.keys.rotation_phase, KeyPhase::Steady);
 }

@@ -8,7 +8,7 @@ use coreward_api::types::{Health, HealthState, NewFleet};
 use coreward_etcd::local::LocalEtcdMember;
 use coreward_http::tokens::token_file_path;
 use coreward_http::{Problem, ProblemKind};
-use coreward_wire::{TERM_HEADER, v1};
+use coreward_wire::{CONTROLLER_TERM_METADATA_KEY, v1};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
@@ -142,7 +142,14 @@ impl TestController {
                 drop(sender);
                 match stream_result {
                     Ok(response) => {
-                        return response.metadata().get(TERM_HEADER).unwrap().to_str().unwrap().parse().unwrap();
+                        return response
+                            .metadata()
+                            .get(CONTROLLER_TERM_METADATA_KEY)
+                            .unwrap()
+                            .to_str()
+                            .unwrap()
+                            .parse()
+                            .unwrap();
                     }
                     Err(status) => assert_eq!(status.code(), Code::Unavailable, "{status}"),
                 }

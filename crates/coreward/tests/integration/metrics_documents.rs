@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use coreward_metrics::table::{METRICS, MetricDeclaration, MetricKind};
+use coreward_metrics::table::{METRIC_DECLARATIONS, MetricDeclaration, MetricKind};
 use serde_json::Value;
 
 // These crates declare metrics, so they must be linked.
@@ -21,7 +21,7 @@ fn metrics_document_lists_exactly_the_declared_metrics() {
     let document_text = include_str!("../../../../docs/metrics.md");
     let section = document_text.split("## All metrics").nth(1).unwrap();
     let documented_metrics: Vec<String> = section.split("\n* ").skip(1).map(collapse_whitespace).collect();
-    let mut metrics: Vec<&MetricDeclaration> = METRICS.iter().copied().collect();
+    let mut metrics: Vec<&MetricDeclaration> = METRIC_DECLARATIONS.iter().copied().collect();
     metrics.sort_by_key(|metric| metric.name);
     let declared_metrics: Vec<String> = metrics
         .iter()
@@ -43,7 +43,7 @@ fn metrics_document_lists_exactly_the_declared_metrics() {
 
 #[test]
 fn metric_names_follow_prometheus_conventions() {
-    for metric in METRICS {
+    for metric in METRIC_DECLARATIONS {
         assert!(metric.name.starts_with("coreward_"), "{}", metric.name);
         let is_plain_identifier =
             |name: &str| name.chars().all(|letter| letter.is_ascii_lowercase() || "_0123456789".contains(letter));
@@ -53,7 +53,7 @@ fn metric_names_follow_prometheus_conventions() {
             metric.name
         );
         assert_eq!(metric.name.ends_with("_total"), metric.kind == MetricKind::Counter, "{}", metric.name);
-        assert_eq!(METRICS.iter().filter(|other| other.name == metric.name).count(), 1, "{}", metric.name);
+        assert_eq!(METRIC_DECLARATIONS.iter().filter(|other| other.name == metric.name).count(), 1, "{}", metric.name);
         for unit in ["_ms", "_milliseconds", "_ns", "_percent", "_kb"] {
             assert!(!metric.name.contains(unit), "{}: expected base units", metric.name);
         }
@@ -89,14 +89,14 @@ fn dashboard_queries_use_declared_metrics_and_labels() {
     assert!(expressions.len() > 15, "{expressions:?}");
     for expression in expressions {
         for name in find_metric_names(expression) {
-            let metric = METRICS.iter().find(|metric| {
+            let metric = METRIC_DECLARATIONS.iter().find(|metric| {
                 let suffix = name.strip_prefix(metric.name);
                 let is_histogram = metric.kind == MetricKind::Histogram;
                 suffix.is_some_and(|suffix| if is_histogram { suffix == "_bucket" } else { suffix.is_empty() })
             });
             assert!(metric.is_some(), "{name} in {expression}");
         }
-        let metrics: Vec<_> = METRICS.iter().filter(|metric| expression.contains(metric.name)).collect();
+        let metrics: Vec<_> = METRIC_DECLARATIONS.iter().filter(|metric| expression.contains(metric.name)).collect();
         let group_by_lists = expression.split("by (").skip(1).filter_map(|rest| rest.split(')').next());
         for label in
             group_by_lists.flat_map(|labels| labels.split(", ")).filter(|label| !["le", "instance"].contains(label))

@@ -12,18 +12,28 @@ use tonic::body::Body;
 
 use super::*;
 
-const FIRST_RETRY_INTERVAL: Duration = RETRY_INTERVAL_RANGE.0;
+const FIRST_CONNECT_RETRY_INTERVAL: Duration = CONNECT_RETRY_INTERVAL_RANGE.0;
 
 #[test]
 fn single_controller_is_retried_at_growing_intervals() {
     let mut attempt_order = ConnectionAttemptOrder::new(1);
-    let retry_intervals_ms: Vec<u128> =
-        (0..7).map(|_| attempt_order.record_attempt_end(&StreamEndReason::Lost).as_millis()).collect();
+    let retry_intervals_ms: Vec<u128> = (0..7)
+        .map(|_| attempt_order.record_attempt_end(&ControllerStreamEndReason::ControllerLost).as_millis())
+        .collect();
     assert_eq!(retry_intervals_ms, [100, 200, 400, 800, 1600, 2000, 2000]);
     attempt_order.record_answer();
-    assert_eq!(attempt_order.record_attempt_end(&StreamEndReason::Lost), FIRST_RETRY_INTERVAL);
-    assert_eq!(attempt_order.record_attempt_end(&StreamEndReason::Lost), FIRST_RETRY_INTERVAL);
-    assert_eq!(attempt_order.record_attempt_end(&StreamEndReason::Lost), FIRST_RETRY_INTERVAL * 2);
+    assert_eq!(
+        attempt_order.record_attempt_end(&ControllerStreamEndReason::ControllerLost),
+        FIRST_CONNECT_RETRY_INTERVAL
+    );
+    assert_eq!(
+        attempt_order.record_attempt_end(&ControllerStreamEndReason::ControllerLost),
+        FIRST_CONNECT_RETRY_INTERVAL
+    );
+    assert_eq!(
+        attempt_order.record_attempt_end(&ControllerStreamEndReason::ControllerLost),
+        FIRST_CONNECT_RETRY_INTERVAL * 2
+    );
 }
 
 #[test]
@@ -31,7 +41,8 @@ fn retry_interval_grows_after_each_round_of_controllers() {
     let mut attempt_order = ConnectionAttemptOrder::new(3);
     let mut controllers_and_intervals = Vec::new();
     for _ in 0..7 {
-        let retry_interval_ms = attempt_order.record_attempt_end(&StreamEndReason::Lost).as_millis();
+        let retry_interval_ms =
+            attempt_order.record_attempt_end(&ControllerStreamEndReason::ControllerLost).as_millis();
         controllers_and_intervals.push((attempt_order.current_controller_index, retry_interval_ms));
     }
     assert_eq!(controllers_and_intervals, [(1, 100), (2, 100), (0, 100), (1, 100), (2, 100), (0, 200), (1, 100)]);
@@ -40,15 +51,21 @@ fn retry_interval_grows_after_each_round_of_controllers() {
 #[test]
 fn controller_that_answered_last_is_tried_first() {
     let mut attempt_order = ConnectionAttemptOrder::new(3);
-    attempt_order.record_attempt_end(&StreamEndReason::Lost);
+    attempt_order.record_attempt_end(&ControllerStreamEndReason::ControllerLost);
     attempt_order.record_answer();
     assert_eq!(
-        (attempt_order.record_attempt_end(&StreamEndReason::Lost), attempt_order.current_controller_index),
-        (FIRST_RETRY_INTERVAL, 1)
+        (
+            attempt_order.record_attempt_end(&ControllerStreamEndReason::ControllerLost),
+            attempt_order.current_controller_index
+        ),
+        (FIRST_CONNECT_RETRY_INTERVAL, 1)
     );
     assert_eq!(
-        (attempt_order.record_attempt_end(&StreamEndReason::Lost), attempt_order.current_controller_index),
-        (FIRST_RETRY_INTERVAL, 2)
+        (
+            attempt_order.record_attempt_end(&ControllerStreamEndReason::ControllerLost),
+            attempt_order.current_controller_index
+        ),
+        (FIRST_CONNECT_RETRY_INTERVAL, 2)
     );
 }
 
@@ -57,22 +74,24 @@ fn leader_named_by_follower_is_tried_next() {
     let mut attempt_order = ConnectionAttemptOrder::new(3);
     assert_eq!(
         (
-            attempt_order.record_attempt_end(&StreamEndReason::RedirectedToController(2)),
+            attempt_order.record_attempt_end(&ControllerStreamEndReason::RedirectedToController(2)),
             attempt_order.current_controller_index
         ),
-        (FIRST_RETRY_INTERVAL, 2)
+        (FIRST_CONNECT_RETRY_INTERVAL, 2)
     );
     attempt_order.record_answer();
     assert_eq!(
         (
-            attempt_order.record_attempt_end(&StreamEndReason::RedirectedToController(0)),
+            attempt_order.record_attempt_end(&ControllerStreamEndReason::RedirectedToController(0)),
             attempt_order.current_controller_index
         ),
-        (FIRST_RETRY_INTERVAL, 0)
+        (FIRST_CONNECT_RETRY_INTERVAL, 0)
     );
     // Two controllers that name each other as leader are tried less and less often.
     let retry_intervals_ms: Vec<u128> = (0..9)
-        .map(|n| attempt_order.record_attempt_end(&StreamEndReason::RedirectedToController(n % 2)).as_millis())
+        .map(|n| {
+            attempt_order.record_attempt_end(&ControllerStreamEndReason::RedirectedToController(n % 2)).as_millis()
+        })
         .collect();
     assert_eq!(retry_intervals_ms, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
 }
@@ -102,13 +121,14 @@ async fn leader_term_is_read_from_response_metadata() {
     let mut connection = prepare_connection(&[find_unused_address()]);
     let response_with_term = |term: Option<u64>| {
         let mut response = Response::new(());
-        term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM_HEADER, term.into())));
+        term.into_iter()
+            .for_each(|term| drop(response.metadata_mut().insert(CONTROLLER_TERM_METADATA_KEY, term.into())));
         response
     };
     connection.accept_stream(response_with_term(Some(7))).unwrap();
     let error = connection.accept_stream(response_with_term(Some(6))).unwrap_err();
     // This error does not count as a rejection of the daemon, so the other controllers are tried at once.
-    assert_eq!(connection.classify_stream_end(Some(&error)), StreamEndReason::Lost);
+    assert_eq!(connection.classify_stream_end(Some(&error)), ControllerStreamEndReason::ControllerLost);
     connection.accept_stream(response_with_term(Some(7))).unwrap();
 }
 
@@ -116,8 +136,11 @@ async fn leader_term_is_read_from_response_metadata() {
 fn controller_is_retried_after_a_rejection() {
     let mut attempt_order = ConnectionAttemptOrder::new(2);
     assert_eq!(
-        (attempt_order.record_attempt_end(&StreamEndReason::Rejected), attempt_order.current_controller_index),
-        (RETRY_INTERVAL_AFTER_REJECTION, 1)
+        (
+            attempt_order.record_attempt_end(&ControllerStreamEndReason::RejectedByController),
+            attempt_order.current_controller_index
+        ),
+        (CONNECT_RETRY_INTERVAL_AFTER_REJECTION, 1)
     );
 }
 
@@ -172,7 +195,7 @@ fn find_unused_address() -> SocketAddr {
 fn not_leader_status(leader: Option<SocketAddr>) -> Status {
     let mut status = Status::unavailable("this controller does not lead");
     if let Some(leader) = leader {
-        status.metadata_mut().insert(LEADER_HEADER, leader.to_string().parse().unwrap());
+        status.metadata_mut().insert(LEADER_ADDRESS_METADATA_KEY, leader.to_string().parse().unwrap());
     }
     status
 }

@@ -22,7 +22,7 @@ pub enum DispatchPolicy {
     RankedQueue,
 }
 
-const ALL_POLICIES: [DispatchPolicy; intf::DISPATCH_POLICY_COUNT as usize] = [
+const ALL_DISPATCH_POLICIES: [DispatchPolicy; intf::DISPATCH_POLICY_COUNT as usize] = [
     DispatchPolicy::Random,
     DispatchPolicy::RoundRobin,
     DispatchPolicy::ShortestQueue,
@@ -49,20 +49,20 @@ impl DispatchPolicy {
 
     /// Returns an iterator over all policies.
     pub fn all() -> impl Iterator<Item = Self> {
-        ALL_POLICIES.into_iter()
+        ALL_DISPATCH_POLICIES.into_iter()
     }
 }
 
 /// Error for the name of a policy that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?}: expected one of {names}", names = intf::DISPATCH_POLICY_NAMES.join(", "))]
-pub struct UnknownPolicyName(pub String);
+pub struct UnknownDispatchPolicy(pub String);
 
 impl FromStr for DispatchPolicy {
-    type Err = UnknownPolicyName;
+    type Err = UnknownDispatchPolicy;
 
-    fn from_str(name: &str) -> Result<Self, UnknownPolicyName> {
-        Self::all().find(|policy| policy.name() == name).ok_or_else(|| UnknownPolicyName(name.to_owned()))
+    fn from_str(name: &str) -> Result<Self, UnknownDispatchPolicy> {
+        Self::all().find(|policy| policy.name() == name).ok_or_else(|| UnknownDispatchPolicy(name.to_owned()))
     }
 }
 
@@ -70,16 +70,16 @@ impl FromStr for DispatchPolicy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestIdPosition {
     /// Offset of the request number from the start of a request's payload, in bytes.
-    pub request_offset: u16,
+    pub offset_in_request: u16,
     /// Offset of the request number from the start of a response's payload, in bytes.
-    pub response_offset: u16,
+    pub offset_in_response: u16,
     /// Length of the request number in bytes, from 1 to 8.
     pub byte_count: u8,
 }
 
 /// Type of requests, recognised by bytes of the payload at a fixed offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RequestType {
+pub struct PayloadRequestType {
     /// Bytes that a request of this type contains at [`DispatchOptions::type_offset`]. Bits outside `payload_mask` are
     /// 0.
     pub payload_value: [u8; intf::DISPATCH_TYPE_BYTES as usize],
@@ -98,10 +98,10 @@ pub struct DispatchOptions {
     pub policy: DispatchPolicy,
     /// Position of the request number, or `None` if responses are matched only by the client's address and port.
     pub request_id_position: Option<RequestIdPosition>,
-    /// Offset from the start of the payload, in bytes, at which [`RequestType::payload_value`] is compared.
+    /// Offset from the start of the payload, in bytes, at which [`PayloadRequestType::payload_value`] is compared.
     pub type_offset: u16,
     /// Types of requests, at most [`MAX_REQUEST_TYPES`]. If several types match a request, the first one applies.
-    pub request_types: Vec<RequestType>,
+    pub request_types: Vec<PayloadRequestType>,
     /// Priority class of requests that match none of `request_types`.
     pub default_priority_class: u8,
     /// Whether the programs measure the service times of requests.
@@ -127,7 +127,7 @@ impl Default for RequestTimeouts {
 }
 
 /// Interval at which the dispatcher polls the sockets' queues. [`RequestTimeouts`] are rounded up to multiples of it.
-pub const QUEUE_POLL_INTERVAL: Duration = Duration::from_millis(100);
+pub const WORKER_QUEUE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum of [`RequestTimeouts::response_timeout`], which is limited because a request's age is counted in polls
 /// modulo 256.
 pub const MAX_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);

@@ -17,18 +17,18 @@ use coreward_model::dispatch::{RoundedServiceTime, WorkerStallDetector, expired_
 use rand::TryRng as _;
 use rand::rngs::SysRng;
 
-use super::options::{DispatchOptions, QUEUE_POLL_INTERVAL, RequestTimeouts};
+use super::options::{DispatchOptions, RequestTimeouts, WORKER_QUEUE_POLL_INTERVAL};
 use crate::mmap_array::MmapArray;
 use crate::reuseport::SocketCookie;
 
-type RequestTable = [u64; intf::DISPATCH_REQUESTS as usize];
+type OutstandingRequestTable = [u64; intf::DISPATCH_REQUESTS as usize];
 
 const MAX_WORKER_COUNT: usize = intf::MAX_DISPATCH_WORKERS as usize;
 const MAX_CLASS_COUNT: usize = intf::MAX_DISPATCH_CLASSES as usize;
 /// Expected service time of a request type before it is learned. With equal times, the policy `jlq` acts like `jsq`.
-const INITIAL_SERVICE_TIME: Duration = Duration::from_micros(10);
+const INITIAL_SERVICE_TIME_ESTIMATE: Duration = Duration::from_micros(10);
 /// Mask of the flag bits in a worker's `work` word. The expected work is in the bits below them.
-const WORK_FLAGS_MASK: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
+const WORKER_WORK_FLAGS_MASK: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
 
 /// Counts of one worker's requests, by their state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub struct WorkerRequestCounts {
 #[derive(Debug)]
 pub struct RequestLedger {
     state: MmapArray<intf::dispatch_state>,
-    requests: MmapArray<RequestTable>,
+    requests: MmapArray<OutstandingRequestTable>,
     stall_detectors: BTreeMap<u32, WorkerStallDetector>,
 }
 
@@ -89,9 +89,9 @@ const fn worker_entry_offset(slot: u32) -> usize {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct RequestEntry(u64);
+struct OutstandingRequestEntry(u64);
 
-impl RequestEntry {
+impl OutstandingRequestEntry {
     fn worker_slot(self) -> u32 {
         (self.0 >> intf::DISPATCH_WORKER_SHIFT) as u32 & intf::DISPATCH_WORKER_MASK
     }
@@ -127,7 +127,7 @@ impl RequestLedger {
         (0..intf::MAX_DISPATCH_WORKERS)
             .for_each(|slot| self.disable_worker(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED));
         (0..intf::MAX_DISPATCH_TYPES as usize).for_each(|type_number| {
-            self.set_expected_service_time(type_number, RoundedServiceTime::new(INITIAL_SERVICE_TIME))
+            self.set_expected_service_time(type_number, RoundedServiceTime::new(INITIAL_SERVICE_TIME_ESTIMATE))
         });
         let layout_version = intf::DISPATCH_LAYOUT_VERSION.into();
         self.state.store(offset_of!(intf::dispatch_state, layout_version), layout_version);
@@ -136,7 +136,7 @@ impl RequestLedger {
 
     /// Stores the service's address and policy, for commands that read the pinned maps.
     pub(super) fn store_service_info(&self, options: &DispatchOptions) {
-        let state_word32_at = |field_offset| self.state.word32(field_offset);
+        let state_word32_at = |field_offset| self.state.atomic_u32(field_offset);
         state_word32_at(offset_of!(intf::dispatch_state, policy)).store(options.policy.bpf_number(), Ordering::Relaxed);
         state_word32_at(offset_of!(intf::dispatch_state, port))
             .store(options.service_address.port().into(), Ordering::Relaxed);
@@ -150,14 +150,14 @@ impl RequestLedger {
     /// Returns the service's address and the name of its policy.
     pub fn service_address_and_policy_name(&self) -> (SocketAddr, &'static str) {
         let address_octets = self.state.read::<[u8; 16]>(offset_of!(intf::dispatch_state, address));
-        let load_word32 = |field_offset| self.state.word32(field_offset).load(Ordering::Relaxed);
+        let load_word32 = |field_offset| self.state.atomic_u32(field_offset).load(Ordering::Relaxed);
         let policy_number = load_word32(offset_of!(intf::dispatch_state, policy)) as usize;
         let port = load_word32(offset_of!(intf::dispatch_state, port)) as u16;
         let policy_name = intf::DISPATCH_POLICY_NAMES.get(policy_number).copied().unwrap_or("unknown");
         (SocketAddr::new(Ipv6Addr::from(*address_octets).to_canonical(), port), policy_name)
     }
 
-    /// Returns the time since the last poll, by the wall clock. If it exceeds [`QUEUE_POLL_INTERVAL`] by far, no
+    /// Returns the time since the last poll, by the wall clock. If it exceeds [`WORKER_QUEUE_POLL_INTERVAL`] by far, no
     /// process maintains the service.
     pub fn time_since_last_poll(&self) -> Duration {
         let last_poll_ms = self.state.load(offset_of!(intf::dispatch_state, polled_ms));
@@ -170,12 +170,12 @@ impl RequestLedger {
     }
 
     /// Returns the request counts of each slot that has or had a worker.
-    pub fn worker_counts(&self) -> Vec<WorkerRequestCounts> {
+    pub fn worker_request_counts(&self) -> Vec<WorkerRequestCounts> {
         (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.worker_counts_of_slot(slot)).collect()
     }
 
     fn worker_counts_of_slot(&self, slot: u32) -> Option<WorkerRequestCounts> {
-        let outstanding_word = self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed);
+        let outstanding_word = self.state.atomic_u32(outstanding_count_offset(slot)).load(Ordering::Relaxed);
         let worker_entry = self.state.read::<intf::dispatch_worker>(worker_entry_offset(slot));
         // The number is computed, because a separate counter would cost each request an atomic operation.
         let in_flight_requests = (outstanding_word & intf::DISPATCH_COUNT_MASK).saturating_sub(worker_entry.surplus);
@@ -185,7 +185,9 @@ impl RequestLedger {
             socket_slot: slot,
             worker_pid: worker_entry.pid,
             outstanding_requests: outstanding_word & intf::DISPATCH_COUNT_MASK,
-            outstanding_work: Duration::from_nanos(self.state.load(outstanding_work_offset(slot)) & !WORK_FLAGS_MASK),
+            outstanding_work: Duration::from_nanos(
+                self.state.load(outstanding_work_offset(slot)) & !WORKER_WORK_FLAGS_MASK,
+            ),
             dispatched_requests,
             completed_requests: worker_entry.completed,
             abandoned_requests: worker_entry.abandoned,
@@ -216,7 +218,7 @@ impl RequestLedger {
         for (class, class_limits) in limits_by_class.iter().take(MAX_CLASS_COUNT).enumerate() {
             let request_limit_word = |slot: u32| {
                 let limit_index = class * MAX_WORKER_COUNT + slot as usize;
-                self.state.word32(offset_of!(intf::dispatch_state, bound) + limit_index * size_of::<u32>())
+                self.state.atomic_u32(offset_of!(intf::dispatch_state, bound) + limit_index * size_of::<u32>())
             };
             slots
                 .iter()
@@ -231,7 +233,7 @@ impl RequestLedger {
         self.abandon_all_requests(slot);
         self.state.store(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, socket), socket);
         self.state
-            .word32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, pid))
+            .atomic_u32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, pid))
             .store(pid, Ordering::Relaxed);
     }
 
@@ -241,7 +243,7 @@ impl RequestLedger {
         self.abandon_all_requests(slot);
         self.state.store(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, socket), 0);
         for field_offset in [offset_of!(intf::dispatch_worker, queued), offset_of!(intf::dispatch_worker, dropped)] {
-            self.state.word32(worker_entry_offset(slot) + field_offset).store(0, Ordering::Relaxed);
+            self.state.atomic_u32(worker_entry_offset(slot) + field_offset).store(0, Ordering::Relaxed);
         }
     }
 
@@ -252,7 +254,7 @@ impl RequestLedger {
 
     /// Begins a poll, which increases the age of all outstanding requests by one poll.
     pub(super) fn increment_request_ages(&self) {
-        self.state.word(offset_of!(intf::dispatch_state, epoch)).fetch_add(1, Ordering::AcqRel);
+        self.state.atomic_u64(offset_of!(intf::dispatch_state, epoch)).fetch_add(1, Ordering::AcqRel);
         self.state.store(offset_of!(intf::dispatch_state, polled_ms), wall_clock_ms());
     }
 
@@ -265,7 +267,7 @@ impl RequestLedger {
         now: Duration,
         timeouts: &RequestTimeouts,
     ) -> bool {
-        let mut entries_by_slot: Vec<Vec<(usize, RequestEntry)>> = vec![Vec::new(); MAX_WORKER_COUNT];
+        let mut entries_by_slot: Vec<Vec<(usize, OutstandingRequestEntry)>> = vec![Vec::new(); MAX_WORKER_COUNT];
         self.outstanding_request_entries().for_each(|(request_index, entry)| {
             entries_by_slot[entry.worker_slot() as usize].push((request_index, entry))
         });
@@ -297,19 +299,23 @@ impl RequestLedger {
         has_worker_died
     }
 
-    fn outstanding_request_entries(&self) -> impl Iterator<Item = (usize, RequestEntry)> + '_ {
-        let load_entry =
-            |request_index| Some((request_index, RequestEntry(self.requests.load(request_index * size_of::<u64>()))));
+    fn outstanding_request_entries(&self) -> impl Iterator<Item = (usize, OutstandingRequestEntry)> + '_ {
+        let load_entry = |request_index| {
+            Some((request_index, OutstandingRequestEntry(self.requests.load(request_index * size_of::<u64>()))))
+        };
         (0..intf::DISPATCH_REQUESTS as usize).filter_map(load_entry).filter(|(_, entry)| entry.0 != 0)
     }
 
     fn queued_datagram_count(&self, slot: u32) -> usize {
-        self.state.word32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, queued)).load(Ordering::Relaxed)
-            as usize
+        self.state
+            .atomic_u32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, queued))
+            .load(Ordering::Relaxed) as usize
     }
 
     fn worker_pid(&self, slot: u32) -> u32 {
-        self.state.word32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, pid)).load(Ordering::Relaxed)
+        self.state
+            .atomic_u32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, pid))
+            .load(Ordering::Relaxed)
     }
 
     /// Disables a worker that does not read its requests, or enables it when it reads again. The BPF programs also
@@ -323,8 +329,9 @@ impl RequestLedger {
         let stall_detector =
             self.stall_detectors.entry(slot).or_insert_with(|| WorkerStallDetector::new(now, progress_count));
         let is_stalled = stall_detector.detect_stall(now, progress_count, queued, timeouts.stall_after);
-        let is_disabled =
-            self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed) & intf::DISPATCH_DISABLED != 0;
+        let is_disabled = self.state.atomic_u32(outstanding_count_offset(slot)).load(Ordering::Relaxed)
+            & intf::DISPATCH_DISABLED
+            != 0;
         match (is_stalled, is_disabled) {
             (true, false) => {
                 tracing::warn!(
@@ -343,10 +350,10 @@ impl RequestLedger {
         }
     }
 
-    fn abandon_expired_requests(&self, slot: u32, entries: &[(usize, RequestEntry)], timeout: Duration) {
+    fn abandon_expired_requests(&self, slot: u32, entries: &[(usize, OutstandingRequestEntry)], timeout: Duration) {
         let current_epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
         let ages_in_polls: Vec<u32> = entries.iter().map(|(_, entry)| entry.age_in_polls(current_epoch)).collect();
-        let timeout_in_polls = timeout.div_duration_f64(QUEUE_POLL_INTERVAL).ceil() as u32;
+        let timeout_in_polls = timeout.div_duration_f64(WORKER_QUEUE_POLL_INTERVAL).ceil() as u32;
         for entry_index in expired_request_indexes(&ages_in_polls, self.queued_datagram_count(slot), timeout_in_polls) {
             self.abandon_request(entries[entry_index].0, entries[entry_index].1);
         }
@@ -357,8 +364,9 @@ impl RequestLedger {
             self.outstanding_request_entries().filter(|(_, entry)| entry.worker_slot() == slot).collect();
         entries_of_slot.into_iter().for_each(|(request_index, entry)| self.abandon_request(request_index, entry));
         let surplus_requests =
-            self.state.word32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, surplus));
-        let surplus_work = self.state.word(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, surplus_work));
+            self.state.atomic_u32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, surplus));
+        let surplus_work =
+            self.state.atomic_u64(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, surplus_work));
         self.subtract_outstanding(
             slot,
             surplus_requests.swap(0, Ordering::Relaxed),
@@ -366,42 +374,42 @@ impl RequestLedger {
         );
     }
 
-    fn abandon_request(&self, request_index: usize, entry: RequestEntry) {
+    fn abandon_request(&self, request_index: usize, entry: OutstandingRequestEntry) {
         // A response may have removed the entry meanwhile.
         if self.requests.compare_exchange(request_index * size_of::<u64>(), entry.0, 0) {
             self.subtract_outstanding(entry.worker_slot(), 1, entry.expected_work_ns());
             let abandoned_count_offset =
                 worker_entry_offset(entry.worker_slot()) + offset_of!(intf::dispatch_worker, abandoned);
-            self.state.word(abandoned_count_offset).fetch_add(1, Ordering::Relaxed);
+            self.state.atomic_u64(abandoned_count_offset).fetch_add(1, Ordering::Relaxed);
         }
     }
 
     fn subtract_outstanding(&self, slot: u32, request_count: u32, work_ns: u64) {
-        self.state.word32(outstanding_count_offset(slot)).fetch_sub(request_count, Ordering::AcqRel);
-        self.state.word(outstanding_work_offset(slot)).fetch_sub(work_ns, Ordering::AcqRel);
+        self.state.atomic_u32(outstanding_count_offset(slot)).fetch_sub(request_count, Ordering::AcqRel);
+        self.state.atomic_u64(outstanding_work_offset(slot)).fetch_sub(work_ns, Ordering::AcqRel);
     }
 
     fn disable_worker(&self, slot: u32, flags: u32) {
         let shifted_work_flags = u64::from(flags >> intf::DISPATCH_FLAGS_SHIFT) << intf::DISPATCH_WORK_FLAGS_SHIFT;
-        self.state.word32(outstanding_count_offset(slot)).fetch_or(flags, Ordering::AcqRel);
-        self.state.word(outstanding_work_offset(slot)).fetch_or(shifted_work_flags, Ordering::AcqRel);
+        self.state.atomic_u32(outstanding_count_offset(slot)).fetch_or(flags, Ordering::AcqRel);
+        self.state.atomic_u64(outstanding_work_offset(slot)).fetch_or(shifted_work_flags, Ordering::AcqRel);
     }
 
     fn enable_worker(&self, slot: u32) {
-        self.state.word32(outstanding_count_offset(slot)).fetch_and(intf::DISPATCH_COUNT_MASK, Ordering::AcqRel);
-        self.state.word(outstanding_work_offset(slot)).fetch_and(!WORK_FLAGS_MASK, Ordering::AcqRel);
+        self.state.atomic_u32(outstanding_count_offset(slot)).fetch_and(intf::DISPATCH_COUNT_MASK, Ordering::AcqRel);
+        self.state.atomic_u64(outstanding_work_offset(slot)).fetch_and(!WORKER_WORK_FLAGS_MASK, Ordering::AcqRel);
     }
 
     /// Updates the round-robin order of workers, and the number of slots up to the highest slot with a worker.
     fn update_round_robin_order(&self) {
         let load_worker_flags = |slot| {
-            self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK
+            self.state.atomic_u32(outstanding_count_offset(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK
         };
         let present_slots: Vec<u32> = (0..intf::MAX_DISPATCH_WORKERS)
             .filter(|slot| load_worker_flags(*slot) & intf::DISPATCH_GONE == 0)
             .collect();
         // With the policy `random` the kernel chooses, which also selects stalled workers.
-        let is_random_policy = self.state.word32(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
+        let is_random_policy = self.state.atomic_u32(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
             == intf::DISPATCH_POLICY_RANDOM;
         let mut round_robin_order = [0u8; MAX_WORKER_COUNT];
         let eligible_slots = present_slots.iter().filter(|slot| is_random_policy || load_worker_flags(**slot) == 0);
@@ -412,9 +420,9 @@ impl RequestLedger {
             .count();
         self.state.write(offset_of!(intf::dispatch_state, order), &round_robin_order);
         let slot_count = present_slots.last().map_or(0, |slot| slot + 1);
-        self.state.word32(offset_of!(intf::dispatch_state, slots)).store(slot_count, Ordering::Release);
+        self.state.atomic_u32(offset_of!(intf::dispatch_state, slots)).store(slot_count, Ordering::Release);
         self.state
-            .word32(offset_of!(intf::dispatch_state, order_count))
+            .atomic_u32(offset_of!(intf::dispatch_state, order_count))
             .store(round_robin_length as u32, Ordering::Release);
     }
 }

@@ -19,19 +19,19 @@ use crate::per_cpu::sum_over_cpus;
 use crate::skeleton::intake::IntakeSkelBuilder;
 
 /// Number of the intake program's counters.
-pub const COUNTER_COUNT: usize = intf::INTAKE_COUNTER_COUNT as usize;
+pub const INTAKE_COUNTER_COUNT: usize = intf::INTAKE_COUNTER_COUNT as usize;
 
 /// XDP program that redirects requests to AF_XDP sockets, with its maps. It is detached when the value is dropped or
 /// the process ends.
 #[derive(Debug)]
-pub struct IntakeProgram {
+pub struct RequestIntakeProgram {
     program: OwnedFd,
     sockets_by_queue: MapHandle,
     counters: MapHandle,
     link_and_mode: Option<(XdpLink, AttachedXdpMode)>,
 }
 
-impl IntakeProgram {
+impl RequestIntakeProgram {
     /// Loads the program for a device with the MAC address `mac`. It redirects datagrams to the `listeners`. Fails when
     /// there are too many listeners, or the kernel rejects the program.
     pub fn load(mac: MacAddress, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
@@ -87,7 +87,7 @@ impl IntakeProgram {
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`]. They count from the loading of the program.
-    pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
+    pub fn counters(&self) -> anyhow::Result<[u64; INTAKE_COUNTER_COUNT]> {
         sum_over_cpus(&self.counters)
     }
 }

@@ -12,7 +12,7 @@ use xdp::umem::{FrameSize, UmemCfgBuilder};
 use xdp::{RingConfigBuilder, RxRing, Umem, WakableFillRing};
 
 /// Number of frames in one socket's memory. Each frame is in either the fill ring or the receive ring.
-const FRAMES_PER_SOCKET: u32 = 2048;
+const FRAMES_PER_XDP_SOCKET: u32 = 2048;
 /// Maximum number of frames received in one batch.
 const MAX_BATCH_FRAMES: usize = 32;
 
@@ -29,13 +29,13 @@ pub enum FrameCopyMode {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FrameDropCounts {
     /// Number of frames dropped because the receive ring was full.
-    pub receive_ring_full: u64,
+    pub receive_ring_full_count: u64,
     /// Number of frames dropped because the fill ring was empty.
-    pub fill_ring_empty: u64,
+    pub fill_ring_empty_count: u64,
 }
 
 /// AF_XDP socket of one receive queue, with its rings and memory. The memory is the last field to be freed.
-pub struct XdpQueue {
+pub struct AfXdpQueue {
     socket: XdpSocket,
     rx_ring: RxRing,
     fill_ring: WakableFillRing,
@@ -43,17 +43,17 @@ pub struct XdpQueue {
     copy_mode: FrameCopyMode,
 }
 
-impl XdpQueue {
+impl AfXdpQueue {
     /// Binds an AF_XDP socket to a device's receive queue. `is_native` means that the XDP program runs in the driver,
     /// which then uses zero-copy if it can. Fails without CAP_NET_RAW, or when the queue already has a socket.
     pub fn bind_socket(interface_index: u32, queue_id: u32, is_native: bool) -> anyhow::Result<Self> {
         let umem_config =
-            UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAMES_PER_SOCKET, ..Default::default() };
+            UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAMES_PER_XDP_SOCKET, ..Default::default() };
         let mut umem = Umem::map(umem_config.build()?).context("memory for frames")?;
         let mut builder = XdpSocketBuilder::new()?;
         let ring_sizes = RingConfigBuilder {
-            rx_count: FRAMES_PER_SOCKET,
-            fill_count: FRAMES_PER_SOCKET,
+            rx_count: FRAMES_PER_XDP_SOCKET,
+            fill_count: FRAMES_PER_XDP_SOCKET,
             tx_count: 0,
             ..Default::default()
         };
@@ -64,8 +64,8 @@ impl XdpQueue {
         let socket = builder.bind(NicIndex(interface_index), queue_id, flags)?;
         let mut fill_ring = rings.fill_ring;
         let rx_ring = rings.rx_ring.context("a socket without a receive ring")?;
-        // SAFETY: `XdpQueue` drops the socket before the memory.
-        unsafe { fill_ring.enqueue(&mut umem, FRAMES_PER_SOCKET as usize, true) }.context("the fill ring")?;
+        // SAFETY: `AfXdpQueue` drops the socket before the memory.
+        unsafe { fill_ring.enqueue(&mut umem, FRAMES_PER_XDP_SOCKET as usize, true) }.context("the fill ring")?;
         let copy_mode = query_copy_mode(socket_fd(&socket))?;
         Ok(Self { socket, rx_ring, fill_ring, umem, copy_mode })
     }
@@ -79,7 +79,7 @@ impl XdpQueue {
     /// Fails when the driver cannot be woken.
     pub fn receive_batch(&mut self, handle_frame: &mut impl FnMut(&[u8])) -> io::Result<usize> {
         let mut frame_batch = StackSlab::<MAX_BATCH_FRAMES>::new();
-        // SAFETY: all frames are freed before this function returns, and `XdpQueue` drops the memory last.
+        // SAFETY: all frames are freed before this function returns, and `AfXdpQueue` drops the memory last.
         let received_frames = unsafe { self.rx_ring.recv(&self.umem, &mut frame_batch) };
         if received_frames == 0 {
             return Ok(0);
@@ -94,9 +94,12 @@ impl XdpQueue {
     }
 
     /// Returns the numbers of frames that the kernel has dropped since the socket was bound.
-    pub fn drop_counts(&self) -> anyhow::Result<FrameDropCounts> {
+    pub fn dropped_frame_counts(&self) -> anyhow::Result<FrameDropCounts> {
         let statistics = self.socket.statistics()?;
-        Ok(FrameDropCounts { receive_ring_full: statistics.rx_ring_full, fill_ring_empty: statistics.rx_dropped })
+        Ok(FrameDropCounts {
+            receive_ring_full_count: statistics.rx_ring_full,
+            fill_ring_empty_count: statistics.rx_dropped,
+        })
     }
 
     /// Checks that the socket's device still exists. Fails when it was removed.
@@ -108,13 +111,13 @@ impl XdpQueue {
     }
 }
 
-impl AsFd for XdpQueue {
+impl AsFd for AfXdpQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         socket_fd(&self.socket)
     }
 }
 
-impl std::fmt::Debug for XdpQueue {
+impl std::fmt::Debug for AfXdpQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Queue").field("socket", &self.socket.raw_fd()).field("copy_mode", &self.copy_mode).finish()
     }

@@ -17,7 +17,7 @@ use libbpf_rs::{MapHandle, PerfBuffer, PerfBufferBuilder, libbpf_sys};
 use zerocopy::FromBytes as _;
 
 use super::link::XdpLink;
-use super::program::{CaptureTarget, LoadBalancerMaps};
+use super::program::{CapturedService, LoadBalancerMaps};
 use super::servers::{member_server_ids, resolved_mac_of_entry, server_entry};
 use super::services::{read_services, services_with_names};
 use super::{COUNTER_NAMES, ServiceIndex};
@@ -25,13 +25,13 @@ use crate::mac::MacAddress;
 
 /// Options of a packet capture.
 #[derive(Debug, Clone)]
-pub struct CaptureOptions {
+pub struct PacketCaptureOptions {
     /// Pin directory of the load balancer, on a BPF file system.
     pub pin_directory: PathBuf,
     /// Service whose packets are captured.
     pub service: ServiceAddress,
     /// Maximum number of captured bytes of a frame, at least 1.
-    pub max_captured_bytes: u32,
+    pub max_bytes_per_packet: u32,
 }
 
 /// Captured packet with the load balancer program's decision about it.
@@ -39,7 +39,8 @@ pub struct CaptureOptions {
 pub struct CapturedPacket {
     /// Time of CLOCK_MONOTONIC at which the packet arrived.
     pub arrival_time: Duration,
-    /// Length of the frame on arrival, in bytes. At most [`CaptureOptions::max_captured_bytes`] of them are captured.
+    /// Length of the frame on arrival, in bytes. At most [`PacketCaptureOptions::max_bytes_per_packet`] of them are
+    /// captured.
     pub frame_length: u32,
     /// Captured bytes of the frame on arrival.
     pub received_frame: Vec<u8>,
@@ -48,12 +49,12 @@ pub struct CapturedPacket {
     /// Name of the counter that counted the packet, which is one of [`COUNTER_NAMES`].
     pub outcome: &'static str,
     /// Destination of the packet.
-    pub destination: PacketDestination,
+    pub destination: CapturedPacketDestination,
 }
 
 /// Destination to which the program sent a captured packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PacketDestination {
+pub enum CapturedPacketDestination {
     /// Network stack of the load balancer's own host.
     Kernel,
     /// No destination, because the program dropped the packet.
@@ -78,7 +79,7 @@ pub enum PacketDestination {
 
 /// Running packet capture, which ends when the value is dropped.
 pub struct PacketCapture {
-    options: CaptureOptions,
+    options: PacketCaptureOptions,
     maps: LoadBalancerMaps,
     pinned_link: XdpLink,
     service_index: ServiceIndex,
@@ -115,13 +116,13 @@ struct CaptureRecords {
 /// Size of each CPU's perf buffer in pages.
 const PERF_BUFFER_PAGE_COUNT: usize = 1024;
 /// Interval at which the capture checks whether the daemon has attached another program.
-const PROGRAM_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+const CAPTURED_PROGRAM_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl PacketCapture {
     /// Starts a capture, by replacing the program pinned in `options.pin_directory` with a capturing variant. Fails
     /// when no load balancer is pinned there, it lacks the service, or another version of coreward loaded it.
-    pub fn start(options: CaptureOptions) -> anyhow::Result<Self> {
-        ensure!(options.max_captured_bytes > 0, "a capture of 0 bytes of each packet: expected at least 1");
+    pub fn start(options: PacketCaptureOptions) -> anyhow::Result<Self> {
+        ensure!(options.max_bytes_per_packet > 0, "a capture of 0 bytes of each packet: expected at least 1");
         let lb_directory = super::pin_directory::find_lb_directory(&options.pin_directory)?;
         let Some(link) = XdpLink::open_pinned(&lb_directory.join("link"))? else {
             bail!("{}: no load balancer is attached here", options.pin_directory.display());
@@ -151,7 +152,7 @@ impl PacketCapture {
     /// Waits at most `timeout` for packets, and passes each packet to `handle_packet`. Packets of the same CPU keep
     /// their order. Fails when the load balancer was detached during the capture.
     pub fn poll(&mut self, timeout: Duration, handle_packet: &mut dyn FnMut(CapturedPacket)) -> anyhow::Result<()> {
-        if self.last_program_check.elapsed() >= PROGRAM_CHECK_INTERVAL {
+        if self.last_program_check.elapsed() >= CAPTURED_PROGRAM_CHECK_INTERVAL {
             self.last_program_check = Instant::now();
             if self.pinned_link.program_id()? != self.attached_capture.capture_program_id {
                 // The daemon may also have replaced the connection table by one of another size.
@@ -191,27 +192,27 @@ impl PacketCapture {
         self.records.borrow().lost_record_count
     }
 
-    fn classify_destination(&mut self, action: u32, sent_bytes: &[u8]) -> PacketDestination {
+    fn classify_destination(&mut self, action: u32, sent_bytes: &[u8]) -> CapturedPacketDestination {
         match action {
-            libbpf_sys::XDP_PASS => return PacketDestination::Kernel,
+            libbpf_sys::XDP_PASS => return CapturedPacketDestination::Kernel,
             libbpf_sys::XDP_TX => {}
-            _ => return PacketDestination::Dropped,
+            _ => return CapturedPacketDestination::Dropped,
         }
         let Some(mac) = sent_bytes.first_chunk().map(|octets| MacAddress(*octets)) else {
-            return PacketDestination::Dropped;
+            return CapturedPacketDestination::Dropped;
         };
         if mac.0 == [0xff; 6] {
-            return PacketDestination::Broadcast;
+            return CapturedPacketDestination::Broadcast;
         }
         if !self.servers_by_mac.contains_key(&mac) {
             self.update_servers_by_mac();
         }
         if let Some(ids) = self.servers_by_mac.get(&mac) {
-            return PacketDestination::Server { mac, ids: ids.clone() };
+            return CapturedPacketDestination::Server { mac, ids: ids.clone() };
         }
-        match self.load_balancer_with_mac(mac) {
-            Some(owner_number) => PacketDestination::LoadBalancer { owner_number },
-            None => PacketDestination::UnknownMac(mac),
+        match self.find_owner_by_mac(mac) {
+            Some(owner_number) => CapturedPacketDestination::LoadBalancer { owner_number },
+            None => CapturedPacketDestination::UnknownMac(mac),
         }
     }
 
@@ -224,7 +225,7 @@ impl PacketCapture {
         }
     }
 
-    fn load_balancer_with_mac(&self, mac: MacAddress) -> Option<u8> {
+    fn find_owner_by_mac(&self, mac: MacAddress) -> Option<u8> {
         let owner_entry_offset =
             |owner: u8| offset_of!(intf::lb_state, owners) + usize::from(owner) * size_of::<intf::server_entry>();
         (0..intf::MAX_OWNERS as u8)
@@ -234,7 +235,7 @@ impl PacketCapture {
 
 impl AttachedCaptureProgram {
     fn new(
-        options: &CaptureOptions,
+        options: &PacketCaptureOptions,
         maps: &LoadBalancerMaps,
         link: &XdpLink,
         service: ServiceIndex,
@@ -243,11 +244,11 @@ impl AttachedCaptureProgram {
         let vip = options.service.vip_and_port;
         let replaced_program = program_fd_by_id(link.program_id()?)?;
         let vip_protocol = options.service.protocol;
-        let captured_service = CaptureTarget {
+        let captured_service = CapturedService {
             vip,
             protocol: vip_protocol,
             service_index: service,
-            max_captured_bytes: options.max_captured_bytes,
+            max_bytes_per_packet: options.max_bytes_per_packet,
         };
         let (capturing_program, perf_buffer_map) =
             maps.load_capturing_program(replaced_program.as_fd(), &captured_service)?;
@@ -313,7 +314,7 @@ fn program_fd_by_id(id: u32) -> anyhow::Result<OwnedFd> {
 
 /// Returns the services of the load balancer that is pinned in `pin_directory`, with their configured names. Fails when
 /// no load balancer is pinned there.
-pub fn pinned_services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
+pub fn pinned_services_with_names(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
     let maps = LoadBalancerMaps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)?;
     Ok(services_with_names(&maps))
 }

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::connection_table::table::{AtomicWordStorage, ConnectionTable, TableWord};
+use coreward_model::connection_table::table::{AtomicWordStorage, ConnectionTable, ConnectionTableWord};
 use coreward_model::connection_table::{ConnectionIndex, ConnectionTableSize};
 
 use crate::mmap_array::MmapArray;
@@ -35,49 +35,49 @@ impl SharedTableMemory {
 }
 
 impl AtomicWordStorage for SharedTableMemory {
-    fn load(&self, word: TableWord) -> u64 {
+    fn load(&self, word: ConnectionTableWord) -> u64 {
         match word {
-            TableWord::PartitionStackTop(partition) => {
+            ConnectionTableWord::PartitionStackTop(partition) => {
                 self.free_stacks.load(Self::partition_stack_top_offset(partition))
             }
-            TableWord::PartitionClockHand(partition) => {
+            ConnectionTableWord::PartitionClockHand(partition) => {
                 self.free_stacks.load(Self::partition_clock_hand_offset(partition))
             }
-            TableWord::EntryWordAtOffset(index, field) => {
+            ConnectionTableWord::EntryWordAtOffset(index, field) => {
                 self.entries.load(self.connection_entry_offset(index) + field)
             }
         }
     }
 
-    fn store(&self, word: TableWord, value: u64) {
+    fn store(&self, word: ConnectionTableWord, value: u64) {
         match word {
-            TableWord::PartitionStackTop(partition) => {
+            ConnectionTableWord::PartitionStackTop(partition) => {
                 self.free_stacks.store(Self::partition_stack_top_offset(partition), value)
             }
-            TableWord::PartitionClockHand(partition) => {
+            ConnectionTableWord::PartitionClockHand(partition) => {
                 self.free_stacks.store(Self::partition_clock_hand_offset(partition), value)
             }
-            TableWord::EntryWordAtOffset(index, field) => {
+            ConnectionTableWord::EntryWordAtOffset(index, field) => {
                 self.entries.store(self.connection_entry_offset(index) + field, value)
             }
         }
     }
 
-    fn compare_exchange(&self, word: TableWord, old: u64, new: u64) -> bool {
+    fn compare_exchange(&self, word: ConnectionTableWord, old: u64, new: u64) -> bool {
         match word {
-            TableWord::PartitionStackTop(partition) => {
+            ConnectionTableWord::PartitionStackTop(partition) => {
                 self.free_stacks.compare_exchange(Self::partition_stack_top_offset(partition), old, new)
             }
-            TableWord::PartitionClockHand(partition) => {
+            ConnectionTableWord::PartitionClockHand(partition) => {
                 self.free_stacks.compare_exchange(Self::partition_clock_hand_offset(partition), old, new)
             }
-            TableWord::EntryWordAtOffset(index, field) => {
+            ConnectionTableWord::EntryWordAtOffset(index, field) => {
                 self.entries.compare_exchange(self.connection_entry_offset(index) + field, old, new)
             }
         }
     }
 
-    fn publish(&self, word: TableWord, value: u64) {
+    fn store_release(&self, word: ConnectionTableWord, value: u64) {
         self.store(word, value);
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    ClockTicks, Connection, ConnectionExpiryReason, ConnectionIndex, ConnectionTableSize, ConnectionTimeouts,
+    ConnectionEntry, ConnectionExpiryReason, ConnectionIndex, ConnectionTableSize, ConnectionTimeouts, DecisecondTicks,
     TableOwnerNumber, max_entries_per_source_prefix, source_prefix_counter_index,
 };
 use coreward_model::cookie::CookieKey;
@@ -22,7 +22,7 @@ use super::servers::server_entry;
 use super::services::{read_services, services_with_names};
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex};
 use crate::mac::MacAddress;
-use crate::rcu::wait_for_running_programs;
+use crate::rcu::wait_until_running_programs_end;
 
 const CLOCK_WORD_OFFSET: usize = offset_of!(intf::lb_state, clock);
 const OWNER_ENTRIES_OFFSET: usize = offset_of!(intf::lb_state, owners);
@@ -33,12 +33,12 @@ pub(super) fn initialise_connection_table(maps: &LoadBalancerMaps, key: Option<C
     maps.connections.initialise_entries();
     let hash_key = key.unwrap_or_else(|| CookieKey::random(&mut UnwrapErr(SysRng)));
     maps.state.write(offset_of!(intf::lb_state, connection_key), &hash_key.to_bpf_key());
-    store_timers(maps, &ConnectionTimeouts::default(), ClockTicks(0));
+    store_connection_timeouts(maps, &ConnectionTimeouts::default(), DecisecondTicks(0));
     store_owner_number(maps, None);
 }
 
 /// Stores the timers after which packets may reuse entries, and `last_sweep_time`, the time of the daemon's last sweep.
-fn store_timers(maps: &LoadBalancerMaps, timers: &ConnectionTimeouts, last_sweep_time: ClockTicks) {
+fn store_connection_timeouts(maps: &LoadBalancerMaps, timers: &ConnectionTimeouts, last_sweep_time: DecisecondTicks) {
     maps.state.write(offset_of!(intf::lb_state, timers), &timers.to_bpf_timers(last_sweep_time));
 }
 
@@ -50,7 +50,7 @@ fn connection_hash_key(maps: &LoadBalancerMaps) -> CookieKey {
 /// Returns the counter of connection table entries for the clients of one shard. Shards divide the source prefixes by
 /// their hash.
 fn shard_entry_counter(maps: &LoadBalancerMaps, shard: usize) -> &AtomicU64 {
-    maps.connection_takes.word(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
+    maps.connection_takes.atomic_u64(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
 }
 
 /// Counts the entries in use, and corrects the counter of each shard of source prefixes. A counter may be wrong if a
@@ -85,7 +85,7 @@ pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Res
     let mut indexes_off_stack = Vec::new();
     for partition in 0..table.size().partition_count() {
         let mut is_on_stack = [false; intf::CONNECTIONS_PER_PARTITION as usize];
-        for index in table.free_slots(partition) {
+        for index in table.free_slot_indexes(partition) {
             is_on_stack[index.slot() as usize] = true;
         }
         let partition_slots = 0..intf::CONNECTIONS_PER_PARTITION;
@@ -99,9 +99,9 @@ pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Res
     }
     // A running program may just be filling such an entry, so the entries are checked again when all such programs have
     // ended.
-    wait_for_running_programs()?;
+    wait_until_running_programs_end()?;
     let lost_indexes: Vec<_> = indexes_off_stack.into_iter().filter(|index| table.is_entry_free(*index)).collect();
-    lost_indexes.iter().for_each(|index| table.push_slot(*index));
+    lost_indexes.iter().for_each(|index| table.push_free_slot(*index));
     if !lost_indexes.is_empty() {
         tracing::info!(
             event = "leaked-entries-freed",
@@ -122,8 +122,8 @@ fn store_owner_number(maps: &LoadBalancerMaps, owner: Option<TableOwnerNumber>) 
 const _: () =
     assert!(CLOCK_WORD_OFFSET.is_multiple_of(8) && offset_of!(intf::lb_state, owner) == CLOCK_WORD_OFFSET + 4);
 
-pub(super) fn packet_clock_ticks(maps: &LoadBalancerMaps) -> ClockTicks {
-    ClockTicks(maps.state.load(CLOCK_WORD_OFFSET) as u32)
+pub(super) fn packet_clock_ticks(maps: &LoadBalancerMaps) -> DecisecondTicks {
+    DecisecondTicks(maps.state.load(CLOCK_WORD_OFFSET) as u32)
 }
 
 fn owner_entry_offset(owner: TableOwnerNumber) -> usize {
@@ -137,7 +137,7 @@ fn is_server_known(maps: &LoadBalancerMaps, service: ServiceIndex, server: Serve
 /// Number of connection table entries in use, computed from the last count and the changes since then.
 #[derive(Debug)]
 pub(super) struct ConnectionTableOccupancy {
-    counted_entries: u64,
+    entries_at_last_count: u64,
     /// Number of entries that packets had allocated in total at the time of the last count.
     allocations_at_last_count: u64,
     entries_freed_since_count: u64,
@@ -154,12 +154,16 @@ fn total_entry_allocation_count(maps: &LoadBalancerMaps) -> u64 {
 impl ConnectionTableOccupancy {
     pub fn count_used_entries(maps: &LoadBalancerMaps) -> Self {
         let allocations_at_last_count = total_entry_allocation_count(maps);
-        Self { counted_entries: recount_used_entries(maps), allocations_at_last_count, entries_freed_since_count: 0 }
+        Self {
+            entries_at_last_count: recount_used_entries(maps),
+            allocations_at_last_count,
+            entries_freed_since_count: 0,
+        }
     }
 
     fn used_entry_count(&self, maps: &LoadBalancerMaps) -> u64 {
         let entry_count = u64::from(maps.connections.size().entry_count());
-        (self.counted_entries + total_entry_allocation_count(maps).saturating_sub(self.allocations_at_last_count))
+        (self.entries_at_last_count + total_entry_allocation_count(maps).saturating_sub(self.allocations_at_last_count))
             .saturating_sub(self.entries_freed_since_count)
             .min(entry_count)
     }
@@ -168,7 +172,7 @@ impl ConnectionTableOccupancy {
 pub(super) fn connections_of_service(
     table: &SharedConnectionTable,
     service: ServiceIndex,
-) -> impl Iterator<Item = Connection> + '_ {
+) -> impl Iterator<Item = ConnectionEntry> + '_ {
     let all_connections = table.size().entry_indexes().filter_map(|index| table.connection_at(index));
     all_connections.filter(move |connection| connection.identity.service_slot == service.0)
 }
@@ -196,12 +200,12 @@ impl PinnedConnectionTable {
     }
 
     /// Returns the time of the clock by which connection table entries age, in tenths of a second.
-    pub fn packet_clock_ticks(&self) -> ClockTicks {
+    pub fn packet_clock_ticks(&self) -> DecisecondTicks {
         packet_clock_ticks(&self.maps)
     }
 
     /// Returns an iterator over a service's connection table entries, which is empty if the service does not exist.
-    pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = Connection> + '_ {
+    pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = ConnectionEntry> + '_ {
         let service_index = read_services(&self.maps).get(&service).map(|service| service.index);
         service_index.into_iter().flat_map(|index| connections_of_service(&self.maps.connections, index))
     }
@@ -256,16 +260,16 @@ impl LoadBalancer {
         let owner_bits = self.maps.state.load(CLOCK_WORD_OFFSET) & !u64::from(u32::MAX);
         self.maps
             .state
-            .store(CLOCK_WORD_OFFSET, owner_bits | u64::from(ClockTicks::from_monotonic_time(monotonic_time).0));
+            .store(CLOCK_WORD_OFFSET, owner_bits | u64::from(DecisecondTicks::from_monotonic_time(monotonic_time).0));
     }
 
     /// Returns the time of the clock by which connection table entries age, in tenths of a second.
-    pub fn packet_clock_ticks(&self) -> ClockTicks {
+    pub fn packet_clock_ticks(&self) -> DecisecondTicks {
         packet_clock_ticks(&self.maps)
     }
 
     /// Returns a service's connection table entries. Packets may change the table while it is read.
-    pub fn connections(&self, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
+    pub fn connections(&self, service: ServiceIndex) -> impl Iterator<Item = ConnectionEntry> + '_ {
         connections_of_service(&self.maps.connections, service)
     }
 
@@ -292,7 +296,7 @@ impl LoadBalancer {
     }
 
     /// Counts the connection table entries in use, by reading the whole table.
-    pub fn scan_used_entry_count(&self) -> usize {
+    pub fn count_used_entries_by_scan(&self) -> usize {
         count_used_entries(&self.maps.connections)
     }
 
@@ -304,10 +308,10 @@ impl LoadBalancer {
         &mut self,
         timers: &ConnectionTimeouts,
         entries_to_scan: u32,
-    ) -> Vec<(Connection, ConnectionExpiryReason)> {
+    ) -> Vec<(ConnectionEntry, ConnectionExpiryReason)> {
         let entry_count = self.maps.connections.size().entry_count();
         let (table, now) = (&self.maps.connections, self.packet_clock_ticks());
-        store_timers(&self.maps, timers, now);
+        store_connection_timeouts(&self.maps, timers, now);
         let mut expired_connections = Vec::new();
         for position in (0..entries_to_scan.min(entry_count)).map(|n| (self.sweep_start_index + n) % entry_count) {
             let Some(connection) = table.connection_at(table.size().index_at_position(position)) else { continue };
@@ -323,13 +327,13 @@ impl LoadBalancer {
     /// Frees the entries of `connections` and returns how many were freed. An entry stays in use if it now has another
     /// connection, or if its connection had another packet. Waits for an RCU grace period (some ms). Fails when the
     /// kernel offers no grace period, in which case the entries stay lost until another process takes over.
-    pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
+    pub fn free_connections(&mut self, connections: &[ConnectionEntry]) -> anyhow::Result<usize> {
         let table = &self.maps.connections;
-        let is_unchanged = |connection: &&Connection| {
+        let is_unchanged = |connection: &&ConnectionEntry| {
             let present_entry = table.connection_at(connection.index);
             present_entry.is_some_and(|present_connection| present_connection.has_no_packet_since(connection))
         };
-        let released_connections: Vec<&Connection> = connections
+        let released_connections: Vec<&ConnectionEntry> = connections
             .iter()
             .filter(is_unchanged)
             .filter(|connection| table.release_entry(connection.index, connection.identity))
@@ -340,7 +344,7 @@ impl LoadBalancer {
         }
         let hash_key = connection_hash_key(&self.maps);
         for connection in &released_connections {
-            self.maps.connections.push_slot(connection.index);
+            self.maps.connections.push_free_slot(connection.index);
             let source_prefix_counter =
                 shard_entry_counter(&self.maps, source_prefix_counter_index(&hash_key, connection.client.ip()));
             let _ = source_prefix_counter
@@ -353,7 +357,7 @@ impl LoadBalancer {
     /// Frees all entries of services that were removed or are no longer stateful. Packets can no longer find them.
     pub(super) fn free_connections_of_services(&mut self, services: &[ServiceIndex]) -> anyhow::Result<()> {
         for service in services {
-            let service_connections: Vec<Connection> = self.connections(*service).collect();
+            let service_connections: Vec<ConnectionEntry> = self.connections(*service).collect();
             self.free_connections(&service_connections)?;
         }
         Ok(())

@@ -7,25 +7,25 @@ use coreward_intf as intf;
 use super::{LoadBalancer, ServiceIndex};
 
 /// Number of possible outcomes of a packet. [`COUNTER_NAMES`](super::COUNTER_NAMES) has their names.
-pub const COUNTER_COUNT: usize = intf::LB_COUNTER_COUNT as usize;
+pub const LB_COUNTER_COUNT: usize = intf::LB_COUNTER_COUNT as usize;
 
 /// Number of kinds of events. [`EVENT_NAMES`](super::EVENT_NAMES) has their names.
-pub const EVENT_KIND_COUNT: usize = intf::LB_EVENT_COUNT as usize;
+pub const LB_EVENT_KIND_COUNT: usize = intf::LB_EVENT_COUNT as usize;
 
 /// Counters of packets and events since the maps were created.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PacketCounters {
     /// Number of packets with each outcome, in the order of [`COUNTER_NAMES`](super::COUNTER_NAMES). Each packet has
     /// one outcome.
-    pub packets_by_outcome: [u64; COUNTER_COUNT],
+    pub packets_by_outcome: [u64; LB_COUNTER_COUNT],
     /// Number of events by kind, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
-    pub event_counts: [u64; EVENT_KIND_COUNT],
+    pub event_counts: [u64; LB_EVENT_KIND_COUNT],
     /// Number of bytes in the frames of forwarded packets.
     pub forwarded_bytes: u64,
 }
 
 impl PacketCounters {
-    fn sum_of_outcomes(&self, outcomes: &[&str]) -> u64 {
+    fn packet_count_with_outcomes(&self, outcomes: &[&str]) -> u64 {
         let named_counts = super::COUNTER_NAMES.iter().zip(self.packets_by_outcome);
         named_counts.filter(|(name, _)| outcomes.contains(name)).map(|(_, count)| count).sum()
     }
@@ -33,12 +33,12 @@ impl PacketCounters {
     /// Returns the number of SYNs sent to servers by the placement rule or a connection table entry. SYNs of clients
     /// without timestamps and of `beamer` services are counted only by [`PacketCounters::established_packet_count`].
     pub fn syn_packet_count(&self) -> u64 {
-        self.sum_of_outcomes(&["new_connection"])
+        self.packet_count_with_outcomes(&["new_connection"])
     }
 
     /// Returns the number of packets sent to servers as part of established connections.
     pub fn established_packet_count(&self) -> u64 {
-        self.sum_of_outcomes(&[
+        self.packet_count_with_outcomes(&[
             "established",
             "connection_table",
             "flow_table",
@@ -52,7 +52,7 @@ impl PacketCounters {
 impl LoadBalancer {
     /// Returns the counters of one service's packets.
     pub fn service_counters(&self, service: ServiceIndex) -> PacketCounters {
-        self.sum_over_rows(&[usize::from(service.0)])
+        self.sum_entries_over_rows(&[usize::from(service.0)])
     }
 
     /// Returns the number of new connections of a service that were sent to servers.
@@ -66,7 +66,7 @@ impl LoadBalancer {
 
     /// Moves a removed service's counters to the total of removed services, so that the next service with this index
     /// starts at zero. During the call, no packet may be counted for the index.
-    pub(super) fn move_counters_to_removed_services(&self, service: ServiceIndex) {
+    pub(super) fn move_counters_to_removed_total(&self, service: ServiceIndex) {
         let words_per_entry = size_of::<intf::lb_counters>() / size_of::<u64>();
         for row in 0..self.maps.counter_row_count() {
             let row_start = row * intf::LB_COUNTERS_PER_ROW as usize;
@@ -83,29 +83,29 @@ impl LoadBalancer {
     }
 
     /// Returns the counters of packets that belong to no known service.
-    pub fn no_service_packet_counters(&self) -> PacketCounters {
-        self.sum_over_rows(&[intf::LB_COUNTERS_NO_SERVICE as usize])
+    pub fn counters_without_service(&self) -> PacketCounters {
+        self.sum_entries_over_rows(&[intf::LB_COUNTERS_NO_SERVICE as usize])
     }
 
     /// Returns the counters of all packets, including those of removed services. No counter ever decreases, not even
     /// between a take-over and the new configuration of the services.
     pub fn total_counters(&self) -> PacketCounters {
-        let service_indexes = 0..self.services_by_index.len();
+        let service_indexes = 0..self.service_addresses_by_index.len();
         let special_indexes = [intf::LB_COUNTERS_NO_SERVICE as usize, intf::LB_COUNTERS_REMOVED as usize];
-        self.sum_over_rows(&service_indexes.chain(special_indexes).collect::<Vec<_>>())
+        self.sum_entries_over_rows(&service_indexes.chain(special_indexes).collect::<Vec<_>>())
     }
 
-    fn sum_over_rows(&self, entry_indexes: &[usize]) -> PacketCounters {
+    fn sum_entries_over_rows(&self, entry_indexes: &[usize]) -> PacketCounters {
         let mut total = PacketCounters::default();
         for row in 0..self.maps.counter_row_count() {
             for position in entry_indexes {
-                self.add_entry(&mut total, row * intf::LB_COUNTERS_PER_ROW as usize + position);
+                self.add_entry_to_totals(&mut total, row * intf::LB_COUNTERS_PER_ROW as usize + position);
             }
         }
         total
     }
 
-    fn add_entry(&self, totals: &mut PacketCounters, entry_index: usize) {
+    fn add_entry_to_totals(&self, totals: &mut PacketCounters, entry_index: usize) {
         let entry_offset = entry_index * size_of::<intf::lb_counters>();
         let packets_offset = entry_offset + offset_of!(intf::lb_counters, packets);
         for (counter_index, sum) in totals.packets_by_outcome.iter_mut().enumerate() {

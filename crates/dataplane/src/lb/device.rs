@@ -26,14 +26,18 @@ impl LoadBalancer {
             .map_err(|_| anyhow::anyhow!(missing_interface_error(interface)))?;
         self.attached_interface = Some(interface.to_string());
         self.refresh_interface_addresses()?;
-        if let Some(link) = &self.pending_upgrade {
+        if let Some(link) = &self.old_program_link {
             let attached_index = link.interface_index()?;
             anyhow::ensure!(
                 attached_index == interface_index,
                 "what another version pinned is at the interface of index {attached_index}, not at {interface:?} \
                  (index {interface_index}): detach it first, or use another pin directory"
             );
-            return Ok(if self.variant.counts_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native });
+            return Ok(if self.variant.has_per_cpu_counters {
+                AttachedXdpMode::Generic
+            } else {
+                AttachedXdpMode::Native
+            });
         }
         if let Some(link) = &self.xdp_link {
             match link.interface_index()? {
@@ -51,7 +55,7 @@ impl LoadBalancer {
             }
             self.xdp_link = None;
         }
-        let attached_mode = self.attach_new_link(interface, interface_index, mode)?;
+        let attached_mode = self.attach_new_xdp_link(interface, interface_index, mode)?;
         if let (Some(pins), Some(link)) = (&self.lb_directory, &self.xdp_link) {
             link::unpin_object(&pins.join("link"))?;
             link.pin(&pins.join("link"))?;
@@ -62,7 +66,8 @@ impl LoadBalancer {
     fn replace_attached_program(&mut self, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         let pinned_link = self.xdp_link.as_ref().expect("a pinned link");
         pinned_link.replace_program(self.program.as_fd()).context("replacing the program at the device")?;
-        let attachment = if self.variant.counts_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native };
+        let attachment =
+            if self.variant.has_per_cpu_counters { AttachedXdpMode::Generic } else { AttachedXdpMode::Native };
         if mode != XdpMode::Auto && (mode == XdpMode::Generic) != (attachment == AttachedXdpMode::Generic) {
             tracing::warn!(
                 event = "xdp-mode-kept",
@@ -74,7 +79,7 @@ impl LoadBalancer {
         Ok(attachment)
     }
 
-    fn attach_new_link(
+    fn attach_new_xdp_link(
         &mut self,
         interface: &str,
         interface_index: u32,
@@ -89,7 +94,7 @@ impl LoadBalancer {
                 "the other end of the veth has no XDP program: the load balancer uses generic XDP, which is slower"
             );
         } else if mode != XdpMode::Generic {
-            match self.attach_in_mode(AttachedXdpMode::Native, interface, interface_index) {
+            match self.attach_program_in_mode(AttachedXdpMode::Native, interface, interface_index) {
                 Err(error) if mode == XdpMode::Auto => {
                     tracing::warn!(
                         event = "generic-xdp",
@@ -101,17 +106,17 @@ impl LoadBalancer {
                 attach_result => return attach_result,
             }
         }
-        self.attach_in_mode(AttachedXdpMode::Generic, interface, interface_index)
+        self.attach_program_in_mode(AttachedXdpMode::Generic, interface, interface_index)
     }
 
-    fn attach_in_mode(
+    fn attach_program_in_mode(
         &mut self,
         attachment: AttachedXdpMode,
         interface: &str,
         interface_index: u32,
     ) -> anyhow::Result<AttachedXdpMode> {
         let counts_by_cpu = attachment == AttachedXdpMode::Generic;
-        self.load_variant(ProgramVariant { counts_by_cpu, ..self.variant })?;
+        self.load_variant(ProgramVariant { has_per_cpu_counters: counts_by_cpu, ..self.variant })?;
         let new_link =
             XdpLink::create(self.program.as_fd(), interface_index, attachment).map_err(|error| {
                 match error.raw_os_error() {

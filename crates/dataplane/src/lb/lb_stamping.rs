@@ -6,7 +6,7 @@ use std::mem::offset_of;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::consistency::TimestampOrigin;
+use coreward_model::consistency::CookieStamper;
 use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb_stamping::{MIN_AGREEING_SYN_ACKS, STAMPABLE_SERVER_ID_COUNT, can_carry_server_id};
 use coreward_model::{ServerId, key_activation};
@@ -35,7 +35,7 @@ pub struct ServerClockMeasurements {
     /// Number of the server's SYN-ACKs that had TCP timestamps.
     pub timestamped_syn_ack_count: u64,
     /// Number of SYN-ACKs whose clock differed from the clock of the previous connection.
-    pub disagreeing_reply_count: u64,
+    pub disagreeing_syn_ack_count: u64,
 }
 
 /// State of a server's timestamp clock, which decides whether the load balancer stamps the server's new connections.
@@ -70,7 +70,7 @@ impl ServerClockState {
 }
 
 /// Number of disagreeing SYN-ACKs after which a clock of unmeasured rate counts as [`ServerClockState::Unusable`].
-const MAX_UNMEASURED_DISAGREEMENTS: u64 = 100;
+const MAX_DISAGREEING_UNMEASURED_SYN_ACKS: u64 = 100;
 
 impl ServerClockMeasurements {
     /// Returns the clock's state according to the measurements.
@@ -82,7 +82,7 @@ impl ServerClockMeasurements {
         } else if self.syn_ack_count == 0 {
             ServerClockState::NoReplies
         } else if self.is_newest_sample_unsteady
-            || (self.steady_sample_count == 0 && self.disagreeing_reply_count >= MAX_UNMEASURED_DISAGREEMENTS)
+            || (self.steady_sample_count == 0 && self.disagreeing_syn_ack_count >= MAX_DISAGREEING_UNMEASURED_SYN_ACKS)
         {
             ServerClockState::Unusable
         } else if self.timestamped_syn_ack_count == 0 && self.syn_ack_count >= u64::from(MIN_AGREEING_SYN_ACKS) {
@@ -120,7 +120,7 @@ impl ServerClockMeasurements {
                 "{} of its {} SYN-ACKs have another clock than the one before, and no connection sent answers {} ms \
                  apart, which would show the clock, so {FLOW_TABLE_FALLBACK_NOTE}: expected longer connections, or \
                  net.ipv4.tcp_timestamps = 2 there",
-                self.disagreeing_reply_count,
+                self.disagreeing_syn_ack_count,
                 self.timestamped_syn_ack_count,
                 intf::LB_STAMPING_SAMPLE_MS
             )),
@@ -186,7 +186,7 @@ impl LoadBalancer {
                 opened_connection_count: self.server_traffic(id).opened_connection_count,
                 syn_ack_count: stored_clock.syn_acks,
                 timestamped_syn_ack_count: stored_clock.with_timestamps,
-                disagreeing_reply_count: stored_clock.disagreed,
+                disagreeing_syn_ack_count: stored_clock.disagreed,
             };
             Ok((id, clock))
         };
@@ -205,11 +205,11 @@ impl LoadBalancer {
     }
 
     fn is_lb_stamped(&self, service: ServiceIndex) -> bool {
-        self.service(service).mode.timestamps == TimestampOrigin::LoadBalancer
+        self.service(service).settings.timestamps == CookieStamper::LoadBalancer
     }
 
     /// Moves a server's clock to the map entry of the MAC address `mac`. Does nothing if `mac` is `None` (unknown).
-    pub(super) fn move_stamped_server_clock(
+    pub(super) fn move_server_clock_to_mac(
         &mut self,
         service: ServiceIndex,
         id: ServerId,

@@ -17,7 +17,7 @@ fn to_c_path(path: &Path) -> io::Result<CString> {
 }
 
 /// Converts a libbpf function's result to an owned file descriptor. A negative result is a negated errno.
-fn fd_from_result(result: i32) -> io::Result<OwnedFd> {
+fn fd_from_libbpf_result(result: i32) -> io::Result<OwnedFd> {
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
     }
@@ -70,7 +70,7 @@ impl XdpLink {
                 &create_options,
             )
         };
-        Ok(Self(fd_from_result(link_fd_or_error)?))
+        Ok(Self(fd_from_libbpf_result(link_fd_or_error)?))
     }
 
     /// Attaches the program in native mode if the driver supports it, or else in generic mode. Fails when the device
@@ -91,7 +91,7 @@ impl XdpLink {
         let c_path = to_c_path(path)?;
         // SAFETY: the string lives through the call.
         let link_fd_or_error = unsafe { libbpf_sys::bpf_obj_get(c_path.as_ptr()) };
-        Ok(Some(Self(fd_from_result(link_fd_or_error).with_context(|| path.display().to_string())?)))
+        Ok(Some(Self(fd_from_libbpf_result(link_fd_or_error).with_context(|| path.display().to_string())?)))
     }
 
     /// Returns the index of the device to which the program is attached, or 0 if the device was removed.

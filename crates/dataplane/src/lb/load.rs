@@ -11,8 +11,8 @@ use coreward_model::ServiceAddress;
 use coreward_model::cookie::CookieKey;
 
 use super::link::XdpLink;
-use super::program::{self, LoadBalancerMaps, MapSizes};
-use super::services::{ForwardedService, read_services, required_features};
+use super::program::{self, BpfMapSizes, LoadBalancerMaps};
+use super::services::{ForwardedService, read_services, required_program_features};
 use super::variant::ProgramVariant;
 use super::{LoadBalancerOptions, connections, placement, vlans};
 
@@ -28,7 +28,7 @@ impl PinnedLbProgram {
     /// and returns `None`.
     fn find(lb_directory: &Path) -> anyhow::Result<Option<Self>> {
         let Some(link) = XdpLink::open_pinned(&lb_directory.join("link"))? else {
-            remove_unused_maps(lb_directory)?;
+            remove_unused_pinned_maps(lb_directory)?;
             return Ok(None);
         };
         let maps = match LoadBalancerMaps::take_over(lb_directory) {
@@ -49,7 +49,7 @@ impl PinnedLbProgram {
 }
 
 /// Removes pinned maps that an interrupted start or a removed link has left.
-fn remove_unused_maps(lb_directory: &Path) -> anyhow::Result<()> {
+fn remove_unused_pinned_maps(lb_directory: &Path) -> anyhow::Result<()> {
     if !program::has_pinned_map(lb_directory) {
         return Ok(());
     }
@@ -71,7 +71,7 @@ pub(super) struct LoadedLbProgram {
     /// Link of the program whose maps were taken over.
     pub xdp_link: Option<XdpLink>,
     /// Link of another version's program, which forwards until the upgrade.
-    pub pending_upgrade: Option<XdpLink>,
+    pub old_program_link: Option<XdpLink>,
 }
 
 impl LoadedLbProgram {
@@ -79,7 +79,7 @@ impl LoadedLbProgram {
     /// pinned.
     pub fn load(
         options: &LoadBalancerOptions,
-        map_sizes: MapSizes,
+        map_sizes: BpfMapSizes,
         lb_directory: Option<&Path>,
     ) -> anyhow::Result<Self> {
         let variant = ProgramVariant::new(options);
@@ -92,10 +92,13 @@ impl LoadedLbProgram {
                 Ok(created_program)
             }
             Some(PinnedLbProgram { link, maps: None }) => {
-                let counters_by_cpu = program::pinned_program_counts_by_cpu(pins)?;
-                let created_program =
-                    Self::create(ProgramVariant { counts_by_cpu: counters_by_cpu, ..variant }, map_sizes, hash_key)?;
-                Ok(Self { pending_upgrade: Some(link), ..created_program })
+                let counters_by_cpu = program::are_pinned_counters_per_cpu(pins)?;
+                let created_program = Self::create(
+                    ProgramVariant { has_per_cpu_counters: counters_by_cpu, ..variant },
+                    map_sizes,
+                    hash_key,
+                )?;
+                Ok(Self { old_program_link: Some(link), ..created_program })
             }
             Some(PinnedLbProgram { link, maps: Some(mut maps) }) => {
                 maps.resize_connection_table(pins, map_sizes)?;
@@ -105,21 +108,21 @@ impl LoadedLbProgram {
     }
 
     /// Loads the program with empty maps.
-    fn create(variant: ProgramVariant, map_sizes: MapSizes, hash_key: Option<CookieKey>) -> anyhow::Result<Self> {
+    fn create(variant: ProgramVariant, map_sizes: BpfMapSizes, hash_key: Option<CookieKey>) -> anyhow::Result<Self> {
         let (maps, program) = LoadBalancerMaps::create(&variant, map_sizes)?;
         connections::initialise_connection_table(&maps, hash_key);
-        Ok(Self { maps, variant, program, services: BTreeMap::new(), xdp_link: None, pending_upgrade: None })
+        Ok(Self { maps, variant, program, services: BTreeMap::new(), xdp_link: None, old_program_link: None })
     }
 
     /// Loads the program with the maps of an earlier process, and thus its services, tables and connections.
     fn load_with_maps(mut maps: LoadBalancerMaps, mut variant: ProgramVariant) -> anyhow::Result<Self> {
         connections::recover_lost_entries(&maps.connections)?;
         let mut services = read_services(&maps);
-        placement::adopt_placement_tables(&mut maps, &mut services);
-        variant.required_features = required_features(&services);
+        placement::assign_tables_to_services(&mut maps, &mut services);
+        variant.required_features = required_program_features(&services);
         variant.vlan_settings.has_server_vlan = vlans::has_server_in_vlan(&maps);
-        variant.counts_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
+        variant.has_per_cpu_counters = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
         let program = maps.load_program(&variant)?;
-        Ok(Self { maps, variant, program, services, xdp_link: None, pending_upgrade: None })
+        Ok(Self { maps, variant, program, services, xdp_link: None, old_program_link: None })
     }
 }

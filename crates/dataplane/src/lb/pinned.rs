@@ -13,7 +13,7 @@ use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
 /// Returns the reason why [`LoadBalancer::load`](super::LoadBalancer::load) cannot take over the state pinned below
 /// `pin_directory`. Returns `None` if it can, or if nothing is pinned.
-pub fn take_over_problem(pin_directory: &Path) -> Option<String> {
+pub fn find_takeover_problem(pin_directory: &Path) -> Option<String> {
     let lb_directory = pin_directory.join("lb");
     if !lb_directory.join("link").exists() {
         return None;

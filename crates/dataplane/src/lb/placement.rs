@@ -9,7 +9,7 @@ use coreward_model::ServiceAddress;
 use coreward_model::placement::PlacementTable;
 
 use super::program::LoadBalancerMaps;
-use super::services::{ForwardedService, required_features};
+use super::services::{ForwardedService, required_program_features};
 use super::tables::{AddressFamily, PlacementMemoryFull, StoredPlacementTable, ToeplitzTableSource};
 use super::variant::{ProgramVariant, RequiredProgramFeatures};
 use super::{LoadBalancer, ServiceIndex, service_state_offset, tables};
@@ -24,7 +24,7 @@ impl LoadBalancer {
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         self.store_and_activate_table(
             service,
-            ToeplitzTableSource::RssKeys(self.service_address(service).vip_and_port),
+            ToeplitzTableSource::RssKeysForVip(self.service_address(service).vip_and_port),
             table,
         )?;
         self.set_down_servers(service, &table.down_servers);
@@ -34,11 +34,13 @@ impl LoadBalancer {
     /// Returns the number of connections assigned to each of the first `slot_count` core slots of a service's table.
     /// Returns an empty list if the service has no table.
     pub fn assigned_connection_counts(&self, service: ServiceIndex, slot_count: u16) -> Vec<u32> {
-        let table_offset = self.maps.state.load(table_offset_word_position(service)) as u32;
+        let table_offset = self.maps.state.load(service_table_field_offset(service)) as u32;
         if table_offset == 0 {
             Vec::new()
         } else {
-            (0..slot_count).map(|slot| self.maps.tables.assigned_connection_count(table_offset, slot)).collect()
+            (0..slot_count)
+                .map(|slot| self.maps.placement_memory.assigned_connection_count(table_offset, slot))
+                .collect()
         }
     }
 
@@ -51,23 +53,28 @@ impl LoadBalancer {
         service: ServiceIndex,
         choose_candidates: impl FnOnce(&PlacementTable) -> PlacementTable,
     ) -> anyhow::Result<()> {
-        let table_offset = self.maps.state.load(table_offset_word_position(service)) as u32;
-        let Some(table) = self.maps.tables.read_table(table_offset) else { return Ok(()) };
+        let table_offset = self.maps.state.load(service_table_field_offset(service)) as u32;
+        let Some(table) = self.maps.placement_memory.read_table(table_offset) else { return Ok(()) };
         let chosen_table = choose_candidates(&table);
         if chosen_table.candidates.is_empty() {
             return Ok(());
         }
         let (generation, members) = (table.generation, table.members);
         let (consistent_servers, previous_consistent_servers) =
-            (table.consistent_servers, table.previous_consistent_servers);
-        let merged_table =
-            PlacementTable { generation, members, consistent_servers, previous_consistent_servers, ..chosen_table };
-        self.store_and_activate_table(service, ToeplitzTableSource::PresentTable, &merged_table)
+            (table.consistent_server_by_bucket, table.previous_consistent_server_by_bucket);
+        let merged_table = PlacementTable {
+            generation,
+            members,
+            consistent_server_by_bucket: consistent_servers,
+            previous_consistent_server_by_bucket: previous_consistent_servers,
+            ..chosen_table
+        };
+        self.store_and_activate_table(service, ToeplitzTableSource::PresentPlacementTable, &merged_table)
     }
 
     /// Returns whether `table` has another placement rule than the service's installed table. If so,
     /// [`install_table`](Self::install_table) may have to load a program.
-    pub fn differs_in_placement_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
+    pub fn table_changes_placement_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
         self.service(service).placement_rule_bit() != table_rule_bit(table)
     }
 
@@ -86,17 +93,20 @@ impl LoadBalancer {
             ..self.variant
         })?;
         let stored_table = self.write_table(service, toeplitz_source, table)?;
-        self.maps.state.store(table_offset_word_position(service), stored_table.memory_offset().into());
+        self.maps.state.store(service_table_field_offset(service), stored_table.memory_offset().into());
         let previous_rule_bit = self.service(service).placement_rule_bit();
         if let Some(previous_table) = self.service_mut(service).placement_table.replace(stored_table) {
-            self.maps.tables.retire_table(previous_table, &self.grace_periods);
+            self.maps.placement_memory.retire_table(previous_table, &self.grace_periods);
         }
         if previous_rule_bit == rule_bit {
             return Ok(());
         }
         // The new variant lacks features that no table uses now. Packets that still use the old table on another CPU
         // are processed by the old program, which has these features.
-        self.load_variant(ProgramVariant { required_features: required_features(&self.services), ..self.variant })
+        self.load_variant(ProgramVariant {
+            required_features: required_program_features(&self.services),
+            ..self.variant
+        })
     }
 
     /// Writes a table into the memory for placement tables. If the memory is full, it is enlarged.
@@ -109,9 +119,9 @@ impl LoadBalancer {
         loop {
             let previous_table =
                 self.services.get(self.service_address(service)).and_then(|service| service.placement_table.as_ref());
-            match self.maps.tables.write_table(previous_table, toeplitz_source, table, &self.grace_periods) {
+            match self.maps.placement_memory.write_table(previous_table, toeplitz_source, table, &self.grace_periods) {
                 Ok(stored_table) => return Ok(stored_table),
-                Err(PlacementMemoryFull) => match self.maps.tables.last_retirement_grace_ticket() {
+                Err(PlacementMemoryFull) => match self.maps.placement_memory.last_retired_table_ticket() {
                     Some(ticket) if !self.grace_periods.has_passed(ticket) => self.grace_periods.wait(ticket)?,
                     _ => self.double_placement_memory()?,
                 },
@@ -151,9 +161,9 @@ impl LoadBalancer {
 
     /// Returns the generation of a service's table, or `None` if the service has no table with members.
     pub fn placement_table_generation(&self, service: ServiceIndex) -> Option<u64> {
-        let table_offset = self.maps.state.load(table_offset_word_position(service)) as u32;
-        tables::read_placement_rule_bit(self.maps.tables.mapped_memory(), table_offset)
-            .map(|_| self.maps.tables.table_generation(table_offset))
+        let table_offset = self.maps.state.load(service_table_field_offset(service)) as u32;
+        tables::read_placement_rule_bit(self.maps.placement_memory.mapped_memory(), table_offset)
+            .map(|_| self.maps.placement_memory.table_generation(table_offset))
     }
 }
 
@@ -164,17 +174,17 @@ fn table_rule_bit(table: &PlacementTable) -> Option<u32> {
 }
 
 /// Returns the offset in `struct lb_state` of the word that holds the offset of a service's table.
-fn table_offset_word_position(service: ServiceIndex) -> usize {
+fn service_table_field_offset(service: ServiceIndex) -> usize {
     service_state_offset(service) + offset_of!(intf::service_state, table_at)
 }
 
 /// Assigns the tables in the placement memory to their services. It must be called exactly once, after a take-over.
-pub(super) fn adopt_placement_tables(
+pub(super) fn assign_tables_to_services(
     maps: &mut LoadBalancerMaps,
     services: &mut BTreeMap<ServiceAddress, ForwardedService>,
 ) {
     let table_offset_of =
-        |service: &ForwardedService| maps.state.load(table_offset_word_position(service.index)) as u32;
+        |service: &ForwardedService| maps.state.load(service_table_field_offset(service.index)) as u32;
     let mut services_with_tables: Vec<((u32, AddressFamily), &mut ForwardedService)> = services
         .iter_mut()
         .map(|(address, service)| ((table_offset_of(service), AddressFamily::from_vip(&address.vip_and_port)), service))
@@ -182,7 +192,7 @@ pub(super) fn adopt_placement_tables(
         .collect();
     let tables_in_use: Vec<(u32, AddressFamily)> =
         services_with_tables.iter().map(|(offset_and_family, _)| *offset_and_family).collect();
-    let adopted_tables = maps.tables.adopt_tables(maps.placement_memory_bytes(), &tables_in_use);
+    let adopted_tables = maps.placement_memory.register_stored_tables(maps.placement_memory_bytes(), &tables_in_use);
     for ((_, service), table) in services_with_tables.iter_mut().zip(adopted_tables) {
         service.placement_table = Some(table);
     }

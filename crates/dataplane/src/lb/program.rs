@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::connection_table::ConnectionTableSize;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_sys};
@@ -23,13 +23,13 @@ use crate::mmap_array::MmapArray;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
 /// Bit of the placement rule in the program before any service has a table. The first table most likely has this rule.
-const DEFAULT_RULE_BITS: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
-const DEFAULT_MODE_BITS: u32 = 1 << intf::CONSISTENCY_STATELESS;
-const DEFAULT_FORWARDING_BITS: u32 = 1 << intf::FORWARDING_L2;
+const DEFAULT_PLACEMENT_RULE_BITS: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
+const DEFAULT_CONSISTENCY_MODE_BITS: u32 = 1 << intf::CONSISTENCY_STATELESS;
+const DEFAULT_FORWARDING_MODE_BITS: u32 = 1 << intf::FORWARDING_L2;
 
 /// Sizes of the maps whose size is configured or may grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct MapSizes {
+pub(super) struct BpfMapSizes {
     /// Number of sets in the flow table, each of which has several entries.
     pub flow_table_set_count: u32,
     pub connection_table_size: ConnectionTableSize,
@@ -39,7 +39,7 @@ pub(super) struct MapSizes {
     pub counter_row_count: u32,
 }
 
-impl MapSizes {
+impl BpfMapSizes {
     /// Returns the sizes for new maps, with the smallest placement memory and a counter row per CPU. Fails when the
     /// flow table's size is out of range.
     pub fn new(flow_table_entries: u32, connection_table_size: ConnectionTableSize) -> anyhow::Result<Self> {
@@ -90,8 +90,8 @@ pub(super) struct LoadBalancerMaps {
     pub server_entries: MmapArray<ServerEntries>,
     pub service_member_flags: MmapArray<ServiceMemberFlags>,
     pub counter_entries: MmapArray<[intf::lb_counters]>,
-    pub tables: PlacementMemory,
-    map_sizes: MapSizes,
+    pub placement_memory: PlacementMemory,
+    map_sizes: BpfMapSizes,
     /// Counters of packets and bytes sent to servers, by counter row and server id.
     pub server_traffic: MmapArray<[intf::server_traffic]>,
     pub connections: SharedConnectionTable,
@@ -155,7 +155,7 @@ fn maps_in_name_order<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut Open
 }
 
 impl LoadBalancerMaps {
-    fn new(handles: [MapHandle; LB_MAP_NAMES.len()], sizes: MapSizes) -> anyhow::Result<Self> {
+    fn new(handles: [MapHandle; LB_MAP_NAMES.len()], sizes: BpfMapSizes) -> anyhow::Result<Self> {
         let [state, servers, counters, tables, traffic, connections, stacks, .., membership] = &handles;
         let counter_row_count = sizes.counter_row_count as usize;
         Ok(Self {
@@ -164,7 +164,7 @@ impl LoadBalancerMaps {
             service_member_flags: MmapArray::new(membership).context("mapping the services' servers")?,
             counter_entries: MmapArray::mmap_slice(counters, counter_row_count * intf::LB_COUNTERS_PER_ROW as usize)
                 .context("mapping the counters")?,
-            tables: PlacementMemory::new(
+            placement_memory: PlacementMemory::new(
                 mmap_placement_memory(tables, sizes.placement_memory_bytes)?,
                 sizes.placement_memory_bytes,
             ),
@@ -187,9 +187,9 @@ impl LoadBalancerMaps {
     }
 
     /// Creates empty maps and loads the program with them. Returns the maps and the program.
-    pub fn create(variant: &ProgramVariant, sizes: MapSizes) -> anyhow::Result<(Self, OwnedFd)> {
+    pub fn create(variant: &ProgramVariant, sizes: BpfMapSizes) -> anyhow::Result<(Self, OwnedFd)> {
         let mut object_storage = MaybeUninit::uninit();
-        let mut open_skeleton = open_variant(&mut object_storage, variant, &sizes)?;
+        let mut open_skeleton = open_program_variant(&mut object_storage, variant, &sizes)?;
         sizes.set_map_sizes(&mut open_skeleton.maps)?;
         let loaded_skeleton = open_skeleton.load().context("loading lb.bpf.c into the kernel")?;
         let skeleton_maps = &loaded_skeleton.maps;
@@ -220,7 +220,7 @@ impl LoadBalancerMaps {
     /// Loads another variant of the program with the same maps.
     pub fn load_program(&self, variant: &ProgramVariant) -> anyhow::Result<OwnedFd> {
         let mut object_storage = MaybeUninit::uninit();
-        let mut open_skeleton = open_variant(&mut object_storage, variant, &self.map_sizes)?;
+        let mut open_skeleton = open_program_variant(&mut object_storage, variant, &self.map_sizes)?;
         for (map, map_handle) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
             map.reuse_fd(map_handle.as_fd()).context("reusing a map")?;
         }
@@ -233,11 +233,11 @@ impl LoadBalancerMaps {
     pub fn load_capturing_program(
         &self,
         attached_program: BorrowedFd<'_>,
-        capture_target: &CaptureTarget,
+        capture_target: &CapturedService,
     ) -> anyhow::Result<(OwnedFd, MapHandle)> {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage).context("opening lb.bpf.o")?;
-        let loaded_constants = read_only_data(attached_program)?;
+        let loaded_constants = copy_read_only_data(attached_program)?;
         // In another version of coreward, the constants have another layout and meaning.
         let version_mismatch_message =
             "the attached program was not loaded by this version of coreward: restart the daemon first";
@@ -258,7 +258,7 @@ impl LoadBalancerMaps {
         constants.capture_of.port = capture_target.vip.port().to_be();
         constants.capture_of.protocol = capture_target.protocol.iana_number();
         constants.capture_of.service = capture_target.service_index.0.into();
-        constants.capture_of.length = capture_target.max_captured_bytes;
+        constants.capture_of.length = capture_target.max_bytes_per_packet;
         for (map, map_handle) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
             map.reuse_fd(map_handle.as_fd()).context("reusing a map")?;
         }
@@ -305,7 +305,7 @@ impl LoadBalancerMaps {
 
     /// Changes the connection table in `directory` to the requested size. The flow table keeps its size. Fails when the
     /// connection table has another size and also entries in use.
-    pub fn resize_connection_table(&mut self, directory: &Path, requested: MapSizes) -> anyhow::Result<()> {
+    pub fn resize_connection_table(&mut self, directory: &Path, requested: BpfMapSizes) -> anyhow::Result<()> {
         if self.map_sizes.flow_table_set_count != requested.flow_table_set_count {
             let flow_entry_count = |set_count: u32| set_count * intf::FLOW_SET_ENTRIES;
             tracing::warn!(
@@ -329,8 +329,8 @@ impl LoadBalancerMaps {
             current_size.entry_count(),
             requested.entry_count()
         );
-        self.replace_with_zeroed_array::<intf::connection>(directory, CONNECTIONS_MAP, requested.entry_count())?;
-        self.replace_with_zeroed_array::<intf::connection_stack>(
+        self.replace_map_with_zeroed_array::<intf::connection>(directory, CONNECTIONS_MAP, requested.entry_count())?;
+        self.replace_map_with_zeroed_array::<intf::connection_stack>(
             directory,
             CONNECTION_STACKS_MAP,
             requested.partition_count(),
@@ -357,7 +357,7 @@ impl LoadBalancerMaps {
     /// Creates a map for a placement memory of `bytes` bytes, and copies the present memory's contents into it.
     pub fn create_larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
         let larger_map = create_mmapable_array(PLACEMENT_MEMORY_MAP, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
-        self.tables.mapped_memory().copy_to(&mmap_placement_memory(&larger_map, bytes)?);
+        self.placement_memory.mapped_memory().copy_to(&mmap_placement_memory(&larger_map, bytes)?);
         Ok(larger_map)
     }
 
@@ -383,7 +383,7 @@ impl LoadBalancerMaps {
                 return Err(error);
             }
         };
-        self.tables.switch_to_larger_memory(mapped_memory, bytes);
+        self.placement_memory.switch_to_larger_memory(mapped_memory, bytes);
         if let Some(pins) = pins {
             super::link::unpin_object(&pins.join(PLACEMENT_MEMORY_MAP))?;
             super::link::pin_object(self.map_fd(PLACEMENT_MEMORY_MAP), &pins.join(PLACEMENT_MEMORY_MAP))?;
@@ -392,7 +392,7 @@ impl LoadBalancerMaps {
     }
 
     /// Replaces the array map that is pinned in `directory` as `name` by a new map with `entries` zeroed values of `T`.
-    fn replace_with_zeroed_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
+    fn replace_map_with_zeroed_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
         let zeroed_map = create_mmapable_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin_object(&directory.join(name))?;
         super::link::pin_object(zeroed_map.as_fd(), &directory.join(name))?;
@@ -438,15 +438,15 @@ fn mmap_placement_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray
 }
 
 /// Service whose packets `coreward capture` captures.
-pub(super) struct CaptureTarget {
+pub(super) struct CapturedService {
     pub vip: SocketAddr,
-    pub protocol: Protocol,
+    pub protocol: TransportProtocol,
     pub service_index: ServiceIndex,
-    pub max_captured_bytes: u32,
+    pub max_bytes_per_packet: u32,
 }
 
 /// Returns a loaded program's read-only data, which holds the constants in which variants differ.
-fn read_only_data(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
+fn copy_read_only_data(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
     let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
     let query_options = ProgInfoQueryOptions::default().include_map_ids(true);
     let mut program_infos = ProgInfoIter::with_query_opts(query_options);
@@ -467,7 +467,7 @@ fn map_index(name: &str) -> usize {
 
 /// Returns the sizes of the maps pinned in `directory`. Fails when a map is missing, or the connection table has an
 /// invalid size.
-fn read_pinned_map_sizes(directory: &Path) -> anyhow::Result<MapSizes> {
+fn read_pinned_map_sizes(directory: &Path) -> anyhow::Result<BpfMapSizes> {
     let max_entries_of = |name: &str| {
         let path = directory.join(name);
         Ok::<_, anyhow::Error>(
@@ -479,7 +479,7 @@ fn read_pinned_map_sizes(directory: &Path) -> anyhow::Result<MapSizes> {
     let placement_map_bytes = MapHandle::from_pinned_path(&placement_memory_path)
         .with_context(|| placement_memory_path.display().to_string())?
         .value_size();
-    Ok(MapSizes {
+    Ok(BpfMapSizes {
         flow_table_set_count: max_entries_of(FLOW_TABLE_MAP)?,
         connection_table_size,
         placement_memory_bytes: placement_map_bytes.saturating_sub(intf::PLACEMENT_MEMORY_SLACK),
@@ -521,7 +521,7 @@ pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
 
 /// Returns whether the attached program, which may be of another version, has one row of counters per CPU, as generic
 /// XDP requires.
-pub(super) fn pinned_program_counts_by_cpu(directory: &Path) -> anyhow::Result<bool> {
+pub(super) fn are_pinned_counters_per_cpu(directory: &Path) -> anyhow::Result<bool> {
     let state_path = directory.join("state");
     let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;
     let state_bytes = state_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
@@ -547,15 +547,17 @@ pub(super) fn has_pinned_map(directory: &Path) -> bool {
     LB_MAP_NAMES.iter().any(|name| directory.join(name).exists())
 }
 
-fn open_variant<'obj>(
+fn open_program_variant<'obj>(
     storage: &'obj mut MaybeUninit<libbpf_rs::OpenObject>,
     variant: &ProgramVariant,
-    sizes: &MapSizes,
+    sizes: &BpfMapSizes,
 ) -> anyhow::Result<OpenLbSkel<'obj>> {
     let mut open_skeleton = LbSkelBuilder::default().open(storage).context("opening lb.bpf.o")?;
     let constants = open_skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
-    constants.rules_in_use = bits_or_default(variant.required_features.placement_rule_bits, DEFAULT_RULE_BITS);
-    constants.modes_in_use = bits_or_default(variant.required_features.consistency_mode_bits, DEFAULT_MODE_BITS);
+    constants.rules_in_use =
+        bits_or_default_if_zero(variant.required_features.placement_rule_bits, DEFAULT_PLACEMENT_RULE_BITS);
+    constants.modes_in_use =
+        bits_or_default_if_zero(variant.required_features.consistency_mode_bits, DEFAULT_CONSISTENCY_MODE_BITS);
     constants.timestamps_off_in_use = variant.required_features.has_tcp_without_timestamps;
     constants.timestamps_lb_in_use = variant.required_features.has_lb_stamping;
     constants.other_balancer_in_use = variant.required_features.has_migrating_service;
@@ -564,12 +566,12 @@ fn open_variant<'obj>(
     constants.udp_in_use = variant.required_features.has_udp_service;
     constants.ipv6_in_use = variant.required_features.has_ipv6_service;
     constants.forwarding_in_use =
-        bits_or_default(variant.required_features.forwarding_mode_bits, DEFAULT_FORWARDING_BITS);
+        bits_or_default_if_zero(variant.required_features.forwarding_mode_bits, DEFAULT_FORWARDING_MODE_BITS);
     constants.traffic_in_use = variant.counts_server_traffic;
     constants.vlans_in_use = variant.vlan_settings.uses_tags();
     constants.vlans_or_capture_in_use = constants.vlans_in_use;
     constants.vip_vlan = variant.vlan_settings.vip_vlan.id_or_zero();
-    constants.counters_by_cpu = variant.counts_by_cpu;
+    constants.counters_by_cpu = variant.has_per_cpu_counters;
     constants.connection_partition_mask = sizes.connection_table_size.partition_count() - 1;
     constants.placement_memory_mask = sizes.placement_memory_bytes - 1;
     constants.counter_row_mask = sizes.counter_row_count - 1;
@@ -585,7 +587,7 @@ fn open_variant<'obj>(
     Ok(open_skeleton)
 }
 
-fn bits_or_default(bits: u32, default: u32) -> u32 {
+fn bits_or_default_if_zero(bits: u32, default: u32) -> u32 {
     if bits == 0 { default } else { bits }
 }
 

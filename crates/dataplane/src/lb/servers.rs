@@ -24,7 +24,7 @@ pub(super) fn resolved_mac_of_entry(entry: u64) -> Option<MacAddress> {
 
 /// Returns the offset of the word with a server's flags in a service, and the position of the server's lowest flag in
 /// that word.
-fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
+fn member_flags_offset_and_shift(service: ServiceIndex, id: u16) -> (usize, u32) {
     let word_index = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
         + usize::from(id) / intf::SERVER_MEMBERS_PER_WORD as usize;
     let flags_shift = u32::from(id) % intf::SERVER_MEMBERS_PER_WORD * intf::SERVER_MEMBER_BITS;
@@ -33,7 +33,7 @@ fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
 
 /// Returns a server's MAC address and its flags in a service as one word, as server_at() in `bpf/lb/placement.h` does.
 pub(super) fn server_entry(maps: &LoadBalancerMaps, service: ServiceIndex, id: ServerId) -> u64 {
-    let (word_offset, flags_shift) = member_flags_position(service, id.get());
+    let (word_offset, flags_shift) = member_flags_offset_and_shift(service, id.get());
     let member_flags = maps.service_member_flags.load(word_offset) >> flags_shift & u64::from(intf::SERVER_MEMBER_MASK);
     maps.server_entries.load(server_entry_offset::<intf::server_entry>(id.get())) | member_flags << SERVER_FLAGS_SHIFT
 }
@@ -62,7 +62,7 @@ impl LoadBalancer {
     /// Sets those flags of a service's server that are in `mask`. The write need not be atomic, as only this process
     /// writes flags.
     fn set_member_flags(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
-        let (word_offset, flags_shift) = member_flags_position(service, id.get());
+        let (word_offset, flags_shift) = member_flags_offset_and_shift(service, id.get());
         let present_flags_word = self.maps.service_member_flags.load(word_offset);
         let changed_flags_word =
             present_flags_word & !(u64::from(mask) << flags_shift) | u64::from(flags) << flags_shift;
@@ -88,7 +88,7 @@ impl LoadBalancer {
         let server_flags = intf::SERVER_KNOWN | if server.is_eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let encode_resolved_entry =
             |mac: MacAddress| mac.to_word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
-        if let Err(error) = self.move_stamped_server_clock(service, id, server.mac, server.is_eligible) {
+        if let Err(error) = self.move_server_clock_to_mac(service, id, server.mac, server.is_eligible) {
             tracing::warn!(
                 event = "server-not-stamped",
                 service = service_name(&self.maps, service),
@@ -148,7 +148,7 @@ impl LoadBalancer {
 
     /// Sets whether packets and bytes are counted for each server. It is off by default, because it costs two additions
     /// per packet.
-    pub fn set_traffic_counting(&mut self, is_enabled: bool) -> anyhow::Result<()> {
+    pub fn set_server_traffic_counting(&mut self, is_enabled: bool) -> anyhow::Result<()> {
         self.load_variant(ProgramVariant { counts_server_traffic: is_enabled, ..self.variant })
     }
 

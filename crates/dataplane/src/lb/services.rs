@@ -7,9 +7,9 @@ use std::mem::offset_of;
 use anyhow::Context as _;
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
-use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper, ServiceSettings};
 use coreward_model::forwarding::ForwardingMode;
-use coreward_model::tuple::{Protocol, address_from_words};
+use coreward_model::tuple::{TransportProtocol, address_from_words};
 use libbpf_rs::{MapCore as _, MapFlags};
 use zerocopy::FromBytes as _;
 
@@ -22,13 +22,13 @@ use crate::service_slots;
 #[derive(Debug)]
 pub(super) struct ForwardedService {
     pub index: ServiceIndex,
-    pub mode: ServiceSettings,
+    pub settings: ServiceSettings,
     pub placement_table: Option<StoredPlacementTable>,
 }
 
 impl ForwardedService {
-    fn new(index: ServiceIndex, mode: ServiceSettings) -> Self {
-        Self { index, mode, placement_table: None }
+    fn new(index: ServiceIndex, settings: ServiceSettings) -> Self {
+        Self { index, settings, placement_table: None }
     }
 
     /// Returns the bit of the table's placement rule, or `None` if the service has no table with members.
@@ -45,7 +45,7 @@ pub enum ServiceSettingsError {
     NeedsTcp(ServiceAddress, ConsistencyMode),
     /// LB-side stamping needs a stateless TCP service, because it puts only a server id into the cookie.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
-    NeedsStateless(ServiceAddress),
+    NeedsStatelessMode(ServiceAddress),
     /// The service cannot be migrated between load balancers, because its servers cannot recognise packets of
     /// connections that they do not have.
     #[error(
@@ -55,22 +55,22 @@ pub enum ServiceSettingsError {
     CannotMigrate(ServiceAddress),
     /// LB-side stamping needs L2 forwarding, because replies of servers behind routers do not pass the load balancer.
     #[error("service {0}: timestamps by the load balancer need forwarding \"l2\"")]
-    NeedsL2(ServiceAddress),
+    NeedsL2Forwarding(ServiceAddress),
 }
 
 fn check_service_settings(address: &ServiceAddress, mode: &ServiceSettings) -> Result<(), ServiceSettingsError> {
     let allows_any_protocol = matches!(mode.consistency, ConsistencyMode::None | ConsistencyMode::HashTable);
-    if address.protocol == Protocol::Udp && !allows_any_protocol {
+    if address.protocol == TransportProtocol::Udp && !allows_any_protocol {
         return Err(ServiceSettingsError::NeedsTcp(*address, mode.consistency));
     }
-    let is_stateless_tcp = mode.consistency == ConsistencyMode::Stateless && address.protocol == Protocol::Tcp;
-    if mode.timestamps == TimestampOrigin::LoadBalancer && !is_stateless_tcp {
-        return Err(ServiceSettingsError::NeedsStateless(*address));
+    let is_stateless_tcp = mode.consistency == ConsistencyMode::Stateless && address.protocol == TransportProtocol::Tcp;
+    if mode.timestamps == CookieStamper::LoadBalancer && !is_stateless_tcp {
+        return Err(ServiceSettingsError::NeedsStatelessMode(*address));
     }
-    if mode.timestamps == TimestampOrigin::LoadBalancer && mode.forwarding.encapsulates() {
-        return Err(ServiceSettingsError::NeedsL2(*address));
+    if mode.timestamps == CookieStamper::LoadBalancer && mode.forwarding.encapsulates() {
+        return Err(ServiceSettingsError::NeedsL2Forwarding(*address));
     }
-    if mode.migration.is_some() && (address.protocol == Protocol::Udp || !mode.can_migrate()) {
+    if mode.migration.is_some() && (address.protocol == TransportProtocol::Udp || !mode.can_migrate()) {
         return Err(ServiceSettingsError::CannotMigrate(*address));
     }
     Ok(())
@@ -78,7 +78,7 @@ fn check_service_settings(address: &ServiceAddress, mode: &ServiceSettings) -> R
 
 /// Encodes a service's index and mode as the number in its directory slot (with the layout of `bpf/include/intf.h`).
 fn encode_slot_number(index: ServiceIndex, mode: ServiceSettings) -> u32 {
-    u32::from(index.0) | mode.service_slot_bits()
+    u32::from(index.0) | mode.to_service_slot_bits()
 }
 
 /// Returns the service index and mode (without forwarding mode) in a slot's number, or `None` if the slot is empty.
@@ -89,16 +89,18 @@ fn decode_slot_number(slot_number: u32) -> Option<(ServiceIndex, ServiceSettings
 }
 
 /// Returns the features that the program needs for the services and their tables.
-pub(super) fn required_features(services: &BTreeMap<ServiceAddress, ForwardedService>) -> RequiredProgramFeatures {
+pub(super) fn required_program_features(
+    services: &BTreeMap<ServiceAddress, ForwardedService>,
+) -> RequiredProgramFeatures {
     let features_for_service = |(address, service): (&ServiceAddress, &ForwardedService)| RequiredProgramFeatures {
         placement_rule_bits: service.placement_rule_bit().unwrap_or(0),
-        consistency_mode_bits: 1 << service.mode.consistency.bpf_number(),
-        has_tcp_without_timestamps: service.mode.timestamps == TimestampOrigin::Off
-            && address.protocol == Protocol::Tcp,
-        has_lb_stamping: service.mode.timestamps == TimestampOrigin::LoadBalancer,
-        has_migrating_service: service.mode.migration.is_some(),
-        has_udp_service: address.protocol == Protocol::Udp,
-        forwarding_mode_bits: 1 << service.mode.forwarding.bpf_number(),
+        consistency_mode_bits: 1 << service.settings.consistency.bpf_number(),
+        has_tcp_without_timestamps: service.settings.timestamps == CookieStamper::Off
+            && address.protocol == TransportProtocol::Tcp,
+        has_lb_stamping: service.settings.timestamps == CookieStamper::LoadBalancer,
+        has_migrating_service: service.settings.migration.is_some(),
+        has_udp_service: address.protocol == TransportProtocol::Udp,
+        forwarding_mode_bits: 1 << service.settings.forwarding.bpf_number(),
         has_ipv6_service: address.vip_and_port.is_ipv6(),
     };
     services.iter().map(features_for_service).fold(RequiredProgramFeatures::default(), RequiredProgramFeatures::union)
@@ -121,14 +123,14 @@ impl LoadBalancer {
         // The program must support a mode before it gets the first service with that mode.
         let new_services =
             modes_by_address.iter().map(|(address, mode)| (*address, ForwardedService::new(ServiceIndex(0), *mode)));
-        let new_features = required_features(&new_services.collect());
+        let new_features = required_program_features(&new_services.collect());
         self.load_variant(ProgramVariant {
             required_features: self.variant.required_features.union(new_features),
             ..self.variant
         })?;
 
         let previous_stateful_indexes = self.stateful_service_indexes();
-        let removed_indexes = self.update_known_services(&modes_by_address)?;
+        let removed_indexes = self.update_or_remove_known_services(&modes_by_address)?;
         let formerly_stateful_indexes: Vec<_> =
             previous_stateful_indexes.difference(&self.stateful_service_indexes()).copied().collect();
         if !formerly_stateful_indexes.is_empty() {
@@ -138,13 +140,16 @@ impl LoadBalancer {
         // Packets may still find a removed index, for example in the map entry of a datagram's first fragment.
         removed_indexes.into_iter().for_each(|index| self.clear_member_flags(index));
         self.add_new_services(services)?;
-        self.load_variant(ProgramVariant { required_features: required_features(&self.services), ..self.variant })?;
+        self.load_variant(ProgramVariant {
+            required_features: required_program_features(&self.services),
+            ..self.variant
+        })?;
         Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
     }
 
     /// Removes the services that have no mode in `modes_by_address`, and sets the modes of the others. Returns the
     /// indexes of the removed services.
-    fn update_known_services(
+    fn update_or_remove_known_services(
         &mut self,
         modes_by_address: &BTreeMap<ServiceAddress, ServiceSettings>,
     ) -> anyhow::Result<Vec<ServiceIndex>> {
@@ -154,17 +159,17 @@ impl LoadBalancer {
             self.services().filter(|(address, _)| !modes_by_address.contains_key(address)).collect();
         for (address, index) in &removed_services {
             let removed_table = self.services.remove(address).and_then(|service| service.placement_table);
-            self.services_by_index[usize::from(index.0)] = None;
+            self.service_addresses_by_index[usize::from(index.0)] = None;
             unused_tables.extend(removed_table);
         }
         for (address, service) in &mut self.services {
-            service.mode = modes_by_address[address];
+            service.settings = modes_by_address[address];
         }
-        self.services.values().for_each(|service| store_forwarding(&self.maps, service));
+        self.services.values().for_each(|service| store_forwarding_mode(&self.maps, service));
         if self.addresses_with_slot_numbers() != previous_numbers {
-            self.switch_service_directory()?;
+            self.rebuild_service_directory()?;
         }
-        unused_tables.into_iter().for_each(|table| self.maps.tables.retire_table(table, &self.grace_periods));
+        unused_tables.into_iter().for_each(|table| self.maps.placement_memory.retire_table(table, &self.grace_periods));
         Ok(removed_services.into_iter().map(|(_, index)| index).collect())
     }
 
@@ -183,10 +188,10 @@ impl LoadBalancer {
             self.services.insert(*address, ForwardedService::new(added_index, *mode));
             added_indexes.insert(added_index);
         }
-        self.clear_services(&added_indexes)?;
+        self.clear_state_of_services(&added_indexes)?;
         let added_services = self.services.values().filter(|service| added_indexes.contains(&service.index));
-        added_services.for_each(|service| store_forwarding(&self.maps, service));
-        self.switch_service_directory()
+        added_services.for_each(|service| store_forwarding_mode(&self.maps, service));
+        self.rebuild_service_directory()
     }
 
     /// Stores a service's name for commands that read the pinned state without the daemon. A name longer than
@@ -196,31 +201,34 @@ impl LoadBalancer {
         let truncated_length =
             (0..=name_bytes.len().min(name.len())).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
         name_bytes[..truncated_length].copy_from_slice(&name.as_bytes()[..truncated_length]);
-        self.maps.state.write(service_name_offset(service), &name_bytes);
+        self.maps.state.write(service_name_field_offset(service), &name_bytes);
     }
 
     fn allocate_service_index(&mut self, address: ServiceAddress) -> ServiceIndex {
-        let free_index =
-            self.services_by_index.iter().position(Option::is_none).unwrap_or(self.services_by_index.len());
-        self.services_by_index.resize(self.services_by_index.len().max(free_index + 1), None);
-        self.services_by_index[free_index] = Some(address);
+        let free_index = self
+            .service_addresses_by_index
+            .iter()
+            .position(Option::is_none)
+            .unwrap_or(self.service_addresses_by_index.len());
+        self.service_addresses_by_index.resize(self.service_addresses_by_index.len().max(free_index + 1), None);
+        self.service_addresses_by_index[free_index] = Some(address);
         ServiceIndex(free_index as u16)
     }
 
     fn stateful_service_indexes(&self) -> BTreeSet<ServiceIndex> {
-        let is_stateful = |service: &&ForwardedService| service.mode.consistency == ConsistencyMode::Stateful;
+        let is_stateful = |service: &&ForwardedService| service.settings.consistency == ConsistencyMode::Stateful;
         self.services.values().filter(is_stateful).map(|service| service.index).collect()
     }
 
     fn addresses_with_slot_numbers(&self) -> Vec<(ServiceAddress, u32)> {
         self.services
             .iter()
-            .map(|(address, service)| (*address, encode_slot_number(service.index, service.mode)))
+            .map(|(address, service)| (*address, encode_slot_number(service.index, service.settings)))
             .collect()
     }
 
     /// Writes the services into the idle half of the service directory and then activates that half.
-    fn switch_service_directory(&mut self) -> anyhow::Result<()> {
+    fn rebuild_service_directory(&mut self) -> anyhow::Result<()> {
         self.grace_periods.wait(self.service_directory_grace_ticket)?;
         let service_directory = service_slots::build_lb_directory(&self.addresses_with_slot_numbers())?;
         let active_half_offset = SERVICE_DIRECTORIES_OFFSET + offset_of!(intf::lb_service_directories, active);
@@ -234,20 +242,20 @@ impl LoadBalancer {
     }
 
     /// Clears the servers, tables and connections of the services with these indexes.
-    fn clear_services(&mut self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
+    fn clear_state_of_services(&mut self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         self.remove_lb_stamped_servers(indexes)?;
         for index in indexes {
             self.clear_member_flags(*index);
             self.maps.state.write(service_state_offset(*index), &intf::service_state::default());
         }
-        self.remove_flows(indexes);
-        self.remove_fragments(indexes)?;
-        indexes.iter().for_each(|index| self.move_counters_to_removed_services(*index));
+        self.remove_flows_of_services(indexes);
+        self.remove_fragments_of_services(indexes)?;
+        indexes.iter().for_each(|index| self.move_counters_to_removed_total(*index));
         Ok(())
     }
 
     /// Removes the stored destinations of fragmented datagrams to the services with these indexes.
-    fn remove_fragments(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
+    fn remove_fragments_of_services(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         let fragment_map = self.maps.fragment_map();
         // Keys are collected first, because the kernel's iteration restarts when its current key is deleted.
         let fragment_keys: Vec<Vec<u8>> = fragment_map.keys().collect();
@@ -272,7 +280,7 @@ impl LoadBalancer {
     }
 
     /// Removes the flows of the services with these indexes from the flow table.
-    fn remove_flows(&self, indexes: &BTreeSet<ServiceIndex>) {
+    fn remove_flows_of_services(&self, indexes: &BTreeSet<ServiceIndex>) {
         let flow_table = &self.maps.flow_table;
         for set_index in 0..self.maps.flow_table_set_count() {
             for entry_index in 0..intf::FLOW_SET_ENTRIES as usize {
@@ -293,22 +301,22 @@ impl LoadBalancer {
     }
 }
 
-fn service_forwarding_offset(service: ServiceIndex) -> usize {
+fn service_forwarding_field_offset(service: ServiceIndex) -> usize {
     service_state_offset(service) + offset_of!(intf::service_state, forwarding)
 }
 
-fn store_forwarding(maps: &LoadBalancerMaps, service: &ForwardedService) {
-    maps.state.store(service_forwarding_offset(service.index), service.mode.forwarding.bpf_number().into());
+fn store_forwarding_mode(maps: &LoadBalancerMaps, service: &ForwardedService) {
+    maps.state.store(service_forwarding_field_offset(service.index), service.settings.forwarding.bpf_number().into());
 }
 
-fn load_forwarding(maps: &LoadBalancerMaps, service: ServiceIndex) -> ForwardingMode {
-    let forwarding_number = maps.state.load(service_forwarding_offset(service));
+fn load_forwarding_mode(maps: &LoadBalancerMaps, service: ServiceIndex) -> ForwardingMode {
+    let forwarding_number = maps.state.load(service_forwarding_field_offset(service));
     ForwardingMode::ALL.get(forwarding_number as usize).copied().unwrap_or_default()
 }
 
 type ServiceNameBytes = [u8; intf::SERVICE_NAME_BYTES as usize];
 
-fn service_name_offset(service: ServiceIndex) -> usize {
+fn service_name_field_offset(service: ServiceIndex) -> usize {
     offset_of!(intf::lb_state, service_names) + usize::from(service.0) * size_of::<ServiceNameBytes>()
 }
 
@@ -321,7 +329,7 @@ pub(super) fn services_with_names(maps: &LoadBalancerMaps) -> Vec<(ServiceAddres
 
 /// Returns a service's configured name, or an empty string if none is set.
 pub(super) fn service_name(maps: &LoadBalancerMaps, service: ServiceIndex) -> String {
-    let name_bytes = maps.state.read::<ServiceNameBytes>(service_name_offset(service));
+    let name_bytes = maps.state.read::<ServiceNameBytes>(service_name_field_offset(service));
     String::from_utf8_lossy(&name_bytes[..]).trim_end_matches('\0').to_owned()
 }
 
@@ -331,9 +339,10 @@ pub(super) fn read_services(maps: &LoadBalancerMaps) -> BTreeMap<ServiceAddress,
     let directories = maps.state.read::<intf::lb_service_directories>(SERVICE_DIRECTORIES_OFFSET);
     let services_of_slots =
         directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
-            let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.iana_number() == slot.key.protocol)?;
+            let protocol =
+                TransportProtocol::ALL.into_iter().find(|protocol| protocol.iana_number() == slot.key.protocol)?;
             let (index, mode) = decode_slot_number(slot.number)?;
-            let mode = ServiceSettings { forwarding: load_forwarding(maps, index), ..mode };
+            let mode = ServiceSettings { forwarding: load_forwarding_mode(maps, index), ..mode };
             let vip_address = address_from_words(slot.key.address);
             let service_address =
                 ServiceAddress { vip_and_port: (vip_address, u16::from_be(slot.key.port)).into(), protocol };

@@ -13,7 +13,7 @@ use coreward_model::ServerId;
 use coreward_model::placement::{BucketCount, CoreSlotIndex, PlacementRule, PlacementTable, PlacementTableMember};
 use coreward_model::rss::{RssInputTransform, RssKey};
 
-use super::buddy_allocator::{BuddyAllocator, MemoryBlock};
+use super::buddy_allocator::{AllocatedMemoryBlock, BuddyAllocator};
 use crate::mmap_array::MmapArray;
 use crate::rcu::{GracePeriodTicket, GracePeriodWaiter};
 
@@ -22,7 +22,7 @@ use crate::rcu::{GracePeriodTicket, GracePeriodWaiter};
 pub enum PlacementTableError {
     /// The table has no RSS groups, or too many.
     #[error("a table of {0} groups: expected 1 to {max}", max = intf::MAX_RSS_GROUPS)]
-    InvalidGroupCount(usize),
+    InvalidRssGroupCount(usize),
     /// The table has too many candidates per bucket.
     #[error("{0} candidates per bucket: expected at most {max}", max = intf::MAX_CANDIDATES)]
     TooManyCandidatesPerBucket(u32),
@@ -70,7 +70,7 @@ pub(super) fn validate_table(table: &PlacementTable) -> Result<(), PlacementTabl
     let (groups, buckets, per_bucket) =
         (table.rss_key_by_group.len(), table.bucket_count.get(), table.candidates_per_bucket);
     if groups == 0 || groups > intf::MAX_RSS_GROUPS as usize {
-        return Err(PlacementTableError::InvalidGroupCount(groups));
+        return Err(PlacementTableError::InvalidRssGroupCount(groups));
     }
     if per_bucket > intf::MAX_CANDIDATES {
         return Err(PlacementTableError::TooManyCandidatesPerBucket(per_bucket));
@@ -98,11 +98,11 @@ pub(super) fn validate_table(table: &PlacementTable) -> Result<(), PlacementTabl
     if table.members.len() > intf::MAX_MEMBERS as usize {
         return Err(PlacementTableError::TooManyMembers(table.members.len()));
     }
-    let consistent_server_count = table.consistent_servers.len();
+    let consistent_server_count = table.consistent_server_by_bucket.len();
     if consistent_server_count != buckets as usize && !(table.members.is_empty() && consistent_server_count == 0) {
         return Err(PlacementTableError::WrongConsistentChoiceCount { found: consistent_server_count, buckets });
     }
-    let previous_consistent_server_count = table.previous_consistent_servers.len();
+    let previous_consistent_server_count = table.previous_consistent_server_by_bucket.len();
     if previous_consistent_server_count != 0 && previous_consistent_server_count != consistent_server_count {
         return Err(PlacementTableError::WrongConsistentChoiceCount {
             found: previous_consistent_server_count,
@@ -119,8 +119,8 @@ pub(super) struct PlacementMemoryFull;
 /// Placement table that has been written to the memory for placement tables.
 #[derive(Debug)]
 pub(super) struct StoredPlacementTable {
-    memory_block: MemoryBlock,
-    toeplitz_blocks: Vec<MemoryBlock>,
+    memory_block: AllocatedMemoryBlock,
+    toeplitz_blocks: Vec<AllocatedMemoryBlock>,
     core_slot_index: CoreSlotIndex,
     /// Bit of the table's placement rule, or `None` if the table has no members.
     pub rule_bit: Option<u32>,
@@ -137,9 +137,9 @@ impl StoredPlacementTable {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ToeplitzTableSource {
     /// Toeplitz tables computed from the RSS keys of the new table's groups, with this VIP as the destination.
-    RssKeys(SocketAddr),
+    RssKeysForVip(SocketAddr),
     /// Toeplitz tables of the first group in the service's present table.
-    PresentTable,
+    PresentPlacementTable,
 }
 
 /// Key of Toeplitz tables, which placement tables with the same key share. It contains the RSS key and the address
@@ -180,13 +180,13 @@ struct SharedToeplitzTables {
 pub(super) struct PlacementMemory {
     mapped_memory: MmapArray<[u64]>,
     allocator: BuddyAllocator,
-    toeplitz_tables_by_block: HashMap<MemoryBlock, SharedToeplitzTables>,
-    toeplitz_blocks_by_key: HashMap<ToeplitzTableKey, MemoryBlock>,
+    toeplitz_tables_by_block: HashMap<AllocatedMemoryBlock, SharedToeplitzTables>,
+    toeplitz_blocks_by_key: HashMap<ToeplitzTableKey, AllocatedMemoryBlock>,
     /// Replaced tables that programs may still read, from the oldest to the newest.
     retired_tables: VecDeque<(GracePeriodTicket, StoredPlacementTable)>,
 }
 
-const TABLE_HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
+const PLACEMENT_TABLE_HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
 
 /// Returns the offset in bytes of a field in the table at offset `at`.
 macro_rules! field {
@@ -218,24 +218,26 @@ struct TableBlockLayout {
     previous_servers_offset: u32,
     candidates_offset: u32,
     members_offset: u32,
-    assigned_counts_offset: u32,
+    assigned_connection_counts_offset: u32,
     size_bytes: u32,
 }
 
 impl TableBlockLayout {
     fn for_table(table: &PlacementTable) -> Self {
-        let mut size_bytes = TABLE_HEADER_BYTES.next_multiple_of(8);
-        let consistent_servers_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
-        let previous_servers_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
-        let candidates_offset = append_list::<intf::candidate>(&mut size_bytes, table.candidates.len());
-        let members_offset = append_list::<intf::member>(&mut size_bytes, table.members.len());
-        let assigned_counts_offset = append_list::<u32>(&mut size_bytes, table.core_slots.len());
+        let mut size_bytes = PLACEMENT_TABLE_HEADER_BYTES.next_multiple_of(8);
+        let consistent_servers_offset =
+            reserve_list_space::<u16>(&mut size_bytes, table.consistent_server_by_bucket.len());
+        let previous_servers_offset =
+            reserve_list_space::<u16>(&mut size_bytes, table.consistent_server_by_bucket.len());
+        let candidates_offset = reserve_list_space::<intf::candidate>(&mut size_bytes, table.candidates.len());
+        let members_offset = reserve_list_space::<intf::member>(&mut size_bytes, table.members.len());
+        let assigned_connection_counts_offset = reserve_list_space::<u32>(&mut size_bytes, table.core_slots.len());
         Self {
             consistent_servers_offset,
             previous_servers_offset,
             candidates_offset,
             members_offset,
-            assigned_counts_offset,
+            assigned_connection_counts_offset,
             size_bytes,
         }
     }
@@ -246,7 +248,7 @@ impl TableBlockLayout {
         &self,
         table: &PlacementTable,
         block_offset: u32,
-        group_hashes: &[(MemoryBlock, u32)],
+        group_hashes: &[(AllocatedMemoryBlock, u32)],
     ) -> intf::placement_table {
         let mut table_header = intf::placement_table {
             generation: table.generation,
@@ -262,7 +264,7 @@ impl TableBlockLayout {
             previous_consistent_offset: block_offset + self.previous_servers_offset,
             candidates_at: block_offset + self.candidates_offset,
             members_offset: block_offset + self.members_offset,
-            assigned_offset: block_offset + self.assigned_counts_offset,
+            assigned_offset: block_offset + self.assigned_connection_counts_offset,
             bytes: self.size_bytes,
         };
         for (group, (toeplitz_block, destination_hash)) in group_hashes.iter().enumerate() {
@@ -274,7 +276,7 @@ impl TableBlockLayout {
 }
 
 /// Extends a block of `block_bytes` bytes by space for `count` values of type `T`. Returns the offset of that space.
-fn append_list<T>(block_bytes: &mut u32, count: usize) -> u32 {
+fn reserve_list_space<T>(block_bytes: &mut u32, count: usize) -> u32 {
     let list_offset = *block_bytes;
     *block_bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
     list_offset
@@ -295,22 +297,28 @@ impl PlacementMemory {
 
     /// Registers the tables that an earlier process has stored in the memory, and returns them. `tables_in_use`
     /// contains each table's offset and address family. The memory has `bytes` bytes.
-    pub fn adopt_tables(&mut self, bytes: u32, tables_in_use: &[(u32, AddressFamily)]) -> Vec<StoredPlacementTable> {
-        let mut reference_counts: HashMap<MemoryBlock, usize> = HashMap::new();
+    pub fn register_stored_tables(
+        &mut self,
+        bytes: u32,
+        tables_in_use: &[(u32, AddressFamily)],
+    ) -> Vec<StoredPlacementTable> {
+        let mut reference_counts: HashMap<AllocatedMemoryBlock, usize> = HashMap::new();
         let read_table_header =
             |table_offset: u32| self.mapped_memory.read::<intf::placement_table>(table_offset as usize);
         let find_table_blocks = |(table_offset, family): &(u32, AddressFamily)| {
             let table_header = read_table_header(*table_offset);
             let group_count = (table_header.group_count as usize).min(intf::MAX_RSS_GROUPS as usize);
-            let toeplitz_block =
-                |block_offset: &u32| MemoryBlock::from_offset_and_size(*block_offset, family.toeplitz_table_bytes());
+            let toeplitz_block = |block_offset: &u32| {
+                AllocatedMemoryBlock::from_offset_and_size(*block_offset, family.toeplitz_table_bytes())
+            };
             (
                 *table_offset,
                 table_header.bytes,
                 table_header.toeplitz_source_offset[..group_count].iter().map(toeplitz_block).collect(),
             )
         };
-        let blocks_by_table: Vec<(u32, u32, Vec<MemoryBlock>)> = tables_in_use.iter().map(find_table_blocks).collect();
+        let blocks_by_table: Vec<(u32, u32, Vec<AllocatedMemoryBlock>)> =
+            tables_in_use.iter().map(find_table_blocks).collect();
         for toeplitz_block in blocks_by_table.iter().flat_map(|(_, _, toeplitz_blocks)| toeplitz_blocks) {
             *reference_counts.entry(*toeplitz_block).or_default() += 1;
         }
@@ -320,7 +328,7 @@ impl PlacementMemory {
             used_ranges.chain(reference_counts.keys().map(|block| (block.offset_bytes, block.size_bytes()))),
         );
         let stored_tables = blocks_by_table.iter().map(|(table_offset, bytes, toeplitz_blocks)| StoredPlacementTable {
-            memory_block: MemoryBlock::from_offset_and_size(*table_offset, *bytes),
+            memory_block: AllocatedMemoryBlock::from_offset_and_size(*table_offset, *bytes),
             toeplitz_blocks: toeplitz_blocks.clone(),
             core_slot_index: CoreSlotIndex::default(),
             rule_bit: read_placement_rule_bit(&self.mapped_memory, *table_offset),
@@ -364,8 +372,8 @@ impl PlacementMemory {
         Some(PlacementTable {
             generation: header.generation,
             members: read_members.into_iter().filter_map(parse_member).collect(),
-            consistent_servers: read_ids(header.consistent_at).into_iter().filter_map(to_server_id).collect(),
-            previous_consistent_servers: read_ids(header.previous_consistent_offset)
+            consistent_server_by_bucket: read_ids(header.consistent_at).into_iter().filter_map(to_server_id).collect(),
+            previous_consistent_server_by_bucket: read_ids(header.previous_consistent_offset)
                 .into_iter()
                 .map(to_server_id)
                 .collect(),
@@ -383,7 +391,7 @@ impl PlacementMemory {
         next_table: &PlacementTable,
     ) -> Vec<u32> {
         let Some(previous_table) = previous_table else { return vec![0; next_table.core_slots.len()] };
-        previous_table.core_slot_index.initial_assigned_counts(next_table, |slot| {
+        previous_table.core_slot_index.initial_connection_counts(next_table, |slot| {
             self.assigned_connection_count(previous_table.memory_offset(), slot)
         })
     }
@@ -391,8 +399,8 @@ impl PlacementMemory {
     /// Returns the number of connections assigned to a core slot in the table at offset `table_offset`.
     pub fn assigned_connection_count(&self, table_offset: u32, slot: u16) -> u32 {
         let counts_offset =
-            self.mapped_memory.word32(field!(table_offset, assigned_offset)).load(Ordering::Relaxed) as usize;
-        self.mapped_memory.word32(counts_offset + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
+            self.mapped_memory.atomic_u32(field!(table_offset, assigned_offset)).load(Ordering::Relaxed) as usize;
+        self.mapped_memory.atomic_u32(counts_offset + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
     }
 
     /// Writes a table that [`validate_table`] has accepted. `previous_table` is the service's present table.
@@ -403,17 +411,17 @@ impl PlacementMemory {
         table: &PlacementTable,
         grace_periods: &GracePeriodWaiter,
     ) -> Result<StoredPlacementTable, PlacementMemoryFull> {
-        self.free_unread_tables(grace_periods);
+        self.free_retired_tables(grace_periods);
         let block_layout = TableBlockLayout::for_table(table);
         let table_block = self.allocator.allocate(block_layout.size_bytes).ok_or(PlacementMemoryFull)?;
-        let Ok(hashes) = self.acquire_group_hashes(previous_table, toeplitz_source, table) else {
+        let Ok(hashes) = self.acquire_rss_group_hashes(previous_table, toeplitz_source, table) else {
             self.allocator.free(table_block);
             return Err(PlacementMemoryFull);
         };
         let table_header = block_layout.build_table_header(table, table_block.offset_bytes, &hashes);
         let assigned_counts = self.initial_assigned_connection_counts(previous_table, table);
         self.mapped_memory.write(table_block.offset_bytes as usize, &table_header);
-        self.write_lists(&table_header, table, assigned_counts);
+        self.write_table_lists(&table_header, table, assigned_counts);
         let rule_bit = (!table.members.is_empty()).then(|| 1 << table.rule.bpf_number());
         let toeplitz_blocks = hashes.into_iter().map(|(toeplitz_block, _)| toeplitz_block).collect();
         Ok(StoredPlacementTable {
@@ -424,17 +432,18 @@ impl PlacementMemory {
         })
     }
 
-    fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut assigned_counts: Vec<u32>) {
+    fn write_table_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut assigned_counts: Vec<u32>) {
         let collect_padded_ids = |servers: &mut dyn Iterator<Item = u16>| {
             let mut server_ids: Vec<u16> = servers.collect();
             // `write` takes only whole words, each of which holds 4 ids.
             server_ids.resize(server_ids.len().next_multiple_of(4), 0);
             server_ids
         };
-        let consistent_ids = collect_padded_ids(&mut table.consistent_servers.iter().map(|server| server.get()));
+        let consistent_ids =
+            collect_padded_ids(&mut table.consistent_server_by_bucket.iter().map(|server| server.get()));
         self.mapped_memory.write(header.consistent_at as usize, consistent_ids.as_slice());
         let no_server_id = intf::NO_SERVER as u16;
-        let previous_ids = match table.previous_consistent_servers.as_slice() {
+        let previous_ids = match table.previous_consistent_server_by_bucket.as_slice() {
             [] => vec![no_server_id; consistent_ids.len()],
             before => {
                 collect_padded_ids(&mut before.iter().map(|before| before.map_or(no_server_id, |server| server.get())))
@@ -463,16 +472,16 @@ impl PlacementMemory {
 
     /// Returns, for each RSS group, the block with the Toeplitz tables for source addresses, and the destination's
     /// hash.
-    fn acquire_group_hashes(
+    fn acquire_rss_group_hashes(
         &mut self,
         previous_table: Option<&StoredPlacementTable>,
         toeplitz_source: ToeplitzTableSource,
         table: &PlacementTable,
-    ) -> Result<Vec<(MemoryBlock, u32)>, PlacementMemoryFull> {
+    ) -> Result<Vec<(AllocatedMemoryBlock, u32)>, PlacementMemoryFull> {
         let vip = match (toeplitz_source, previous_table) {
-            (ToeplitzTableSource::RssKeys(vip), _) => vip,
-            (ToeplitzTableSource::PresentTable, None) => return Ok(Vec::new()),
-            (ToeplitzTableSource::PresentTable, Some(previous_table)) => {
+            (ToeplitzTableSource::RssKeysForVip(vip), _) => vip,
+            (ToeplitzTableSource::PresentPlacementTable, None) => return Ok(Vec::new()),
+            (ToeplitzTableSource::PresentPlacementTable, Some(previous_table)) => {
                 let previous_header =
                     self.mapped_memory.read::<intf::placement_table>(previous_table.memory_offset() as usize);
                 let first_group = previous_table
@@ -485,7 +494,7 @@ impl PlacementMemory {
                 return Ok(first_group.into_iter().collect());
             }
         };
-        let mut group_hashes: Vec<(MemoryBlock, u32)> = Vec::new();
+        let mut group_hashes: Vec<(AllocatedMemoryBlock, u32)> = Vec::new();
         for key in &table.rss_key_by_group {
             let Ok(toeplitz_block) = self.acquire_toeplitz_block(key, vip) else {
                 self.release_toeplitz_blocks(
@@ -501,7 +510,11 @@ impl PlacementMemory {
     /// Returns the block with the Toeplitz tables of an RSS key, and creates the block if it does not exist. Placement
     /// tables with the same key share the block. If the key transforms its input, only tables with the same VIP share
     /// it.
-    fn acquire_toeplitz_block(&mut self, key: &RssKey, vip: SocketAddr) -> Result<MemoryBlock, PlacementMemoryFull> {
+    fn acquire_toeplitz_block(
+        &mut self,
+        key: &RssKey,
+        vip: SocketAddr,
+    ) -> Result<AllocatedMemoryBlock, PlacementMemoryFull> {
         let address_family = AddressFamily::from_vip(&vip);
         let table_key =
             (key.clone(), address_family, (key.input_transform() != RssInputTransform::None).then_some(vip));
@@ -511,7 +524,7 @@ impl PlacementMemory {
                 let new_block =
                     self.allocator.allocate(address_family.toeplitz_table_bytes()).ok_or(PlacementMemoryFull)?;
                 self.mapped_memory
-                    .write(new_block.offset_bytes as usize, key.source_contribution_tables(vip).as_slice());
+                    .write(new_block.offset_bytes as usize, key.source_hash_contribution_tables(vip).as_slice());
                 self.toeplitz_blocks_by_key.insert(table_key.clone(), new_block);
                 self.toeplitz_tables_by_block
                     .insert(new_block, SharedToeplitzTables { key: Some(table_key), reference_count: 0 });
@@ -522,7 +535,7 @@ impl PlacementMemory {
         Ok(table_block)
     }
 
-    fn release_toeplitz_blocks(&mut self, toeplitz_blocks: &[MemoryBlock]) {
+    fn release_toeplitz_blocks(&mut self, toeplitz_blocks: &[AllocatedMemoryBlock]) {
         for block in toeplitz_blocks {
             let Some(shared_tables) = self.toeplitz_tables_by_block.get_mut(block) else { continue };
             shared_tables.reference_count -= 1;
@@ -543,7 +556,7 @@ impl PlacementMemory {
     }
 
     /// Frees the blocks of retired tables that no running program can read.
-    fn free_unread_tables(&mut self, grace_periods: &GracePeriodWaiter) {
+    fn free_retired_tables(&mut self, grace_periods: &GracePeriodWaiter) {
         while self.retired_tables.front().is_some_and(|(ticket, _)| grace_periods.has_passed(*ticket)) {
             let Some((_, table)) = self.retired_tables.pop_front() else { return };
             self.allocator.free(table.memory_block);
@@ -552,7 +565,7 @@ impl PlacementMemory {
     }
 
     /// Returns the grace period ticket of the table that was retired last, or `None` if no table is retired.
-    pub fn last_retirement_grace_ticket(&self) -> Option<GracePeriodTicket> {
+    pub fn last_retired_table_ticket(&self) -> Option<GracePeriodTicket> {
         self.retired_tables.back().map(|(ticket, _)| *ticket)
     }
 }

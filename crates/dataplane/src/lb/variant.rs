@@ -45,12 +45,12 @@ pub(super) struct ProgramVariant {
     pub required_features: RequiredProgramFeatures,
     pub counts_server_traffic: bool,
     /// Whether counter rows belong to CPUs instead of receive queues, as generic XDP requires.
-    pub counts_by_cpu: bool,
+    pub has_per_cpu_counters: bool,
     pub broadcast_limits: BroadcastLimitsByKind,
     pub lb_stamping_clock: LbStampingClock,
     /// Whether packets read the kernel's clock, so that connection table entries age without the daemon.
     pub packets_read_clock: bool,
-    pub vlan_settings: VlanSettings,
+    pub vlan_settings: ProgramVlanSettings,
 }
 
 impl ProgramVariant {
@@ -59,24 +59,24 @@ impl ProgramVariant {
         Self {
             required_features: RequiredProgramFeatures::default(),
             counts_server_traffic: false,
-            counts_by_cpu: false,
+            has_per_cpu_counters: false,
             broadcast_limits: options.broadcast_limits,
             lb_stamping_clock: options.lb_stamping_clock,
             packets_read_clock: options.packets_read_clock,
-            vlan_settings: VlanSettings { vip_vlan: options.vip_vlan, has_server_vlan: false },
+            vlan_settings: ProgramVlanSettings { vip_vlan: options.vip_vlan, has_server_vlan: false },
         }
     }
 }
 
 /// VLAN settings that are constants of a loaded program.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct VlanSettings {
+pub(super) struct ProgramVlanSettings {
     /// VLAN in which clients' packets to VIPs arrive.
     pub vip_vlan: Vlan,
     pub has_server_vlan: bool,
 }
 
-impl VlanSettings {
+impl ProgramVlanSettings {
     pub fn uses_tags(self) -> bool {
         self.has_server_vlan || self.vip_vlan.is_tagged()
     }

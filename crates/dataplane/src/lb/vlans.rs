@@ -8,7 +8,7 @@ use coreward_model::ServerId;
 use coreward_model::vlan::Vlan;
 
 use super::program::LoadBalancerMaps;
-use super::variant::{ProgramVariant, VlanSettings};
+use super::variant::{ProgramVariant, ProgramVlanSettings};
 use super::{LoadBalancer, ServiceIndex, service_state_offset};
 
 const SERVER_VLANS_OFFSET: usize = offset_of!(intf::lb_state, server_vlans);
@@ -27,7 +27,7 @@ impl LoadBalancer {
     pub fn enable_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
         let has_server_vlan = vlans.iter().any(|vlan| vlan.is_tagged());
         self.load_variant(ProgramVariant {
-            vlan_settings: VlanSettings { has_server_vlan, ..self.variant.vlan_settings },
+            vlan_settings: ProgramVlanSettings { has_server_vlan, ..self.variant.vlan_settings },
             ..self.variant
         })?;
         self.server_vlans = vlans;

@@ -10,7 +10,7 @@ use crate::mmap_array::MmapArray;
 
 /// Returns the sequence number of the newest SYN sample, or 0 if no SYN has been sampled.
 pub fn newest_sample_sequence(state: &MmapArray<intf::server_state>) -> u32 {
-    state.word32(offset_of!(intf::server_state, sample_sequence)).load(Acquire)
+    state.atomic_u32(offset_of!(intf::server_state, sample_sequence)).load(Acquire)
 }
 
 /// Returns the SYN samples with sequence numbers after `previous_sequence` (0 for all), the oldest first. Only the last
@@ -34,7 +34,7 @@ fn sample_offset(sequence: u32) -> usize {
 /// Returns the sample with the sequence number `sequence`, or `None` if a program is writing it or has replaced it.
 fn read_sample(state: &MmapArray<intf::server_state>, sequence: u32) -> Option<intf::rss_sample> {
     let offset = sample_offset(sequence);
-    let stored_sequence = state.word32(offset + offset_of!(intf::rss_sample, sequence));
+    let stored_sequence = state.atomic_u32(offset + offset_of!(intf::rss_sample, sequence));
     if stored_sequence.load(Acquire) != sequence {
         return None;
     }
@@ -59,17 +59,17 @@ mod tests {
         MmapArray::new(memory_file).unwrap()
     }
 
-    fn claim_sequence(state: &MmapArray<intf::server_state>) -> u32 {
-        state.word32(offset_of!(intf::server_state, sample_sequence)).fetch_add(1, SeqCst) + 1
+    fn claim_sample_sequence(state: &MmapArray<intf::server_state>) -> u32 {
+        state.atomic_u32(offset_of!(intf::server_state, sample_sequence)).fetch_add(1, SeqCst) + 1
     }
 
     /// Writes a sample whose fields all equal its sequence number. The order of the writes is that of `sample_rss()`.
     fn write_sample(state: &MmapArray<intf::server_state>, sequence: u32) {
         let offset = sample_offset(sequence);
-        let stored_sequence = state.word32(offset + offset_of!(intf::rss_sample, sequence));
+        let stored_sequence = state.atomic_u32(offset + offset_of!(intf::rss_sample, sequence));
         stored_sequence.swap(0, SeqCst);
         for word in 0..offset_of!(intf::rss_sample, predicted_queue) / size_of::<u32>() {
-            state.word32(offset + word * size_of::<u32>()).store(sequence, Relaxed);
+            state.atomic_u32(offset + word * size_of::<u32>()).store(sequence, Relaxed);
         }
         stored_sequence.swap(sequence, SeqCst);
     }
@@ -82,7 +82,7 @@ mod tests {
     fn samples_after_an_unfinished_sample_are_returned_later() {
         let state = new_empty_state();
         assert_eq!(sequence_numbers(&rss_samples_after_sequence(&state, 0)), []);
-        let claimed_sequences = [(); 3].map(|()| claim_sequence(&state));
+        let claimed_sequences = [(); 3].map(|()| claim_sample_sequence(&state));
         assert_eq!(claimed_sequences, [1, 2, 3]);
         write_sample(&state, 1);
         write_sample(&state, 3);
@@ -96,7 +96,7 @@ mod tests {
     fn only_the_newest_samples_are_stored() {
         let state = new_empty_state();
         for _ in 0..intf::RSS_SAMPLES + 10 {
-            write_sample(&state, claim_sequence(&state));
+            write_sample(&state, claim_sample_sequence(&state));
         }
         let expected_sequences: Vec<u32> = (11..=intf::RSS_SAMPLES + 10).collect();
         assert_eq!(sequence_numbers(&rss_samples_after_sequence(&state, 0)), expected_sequences);
@@ -108,17 +108,17 @@ mod tests {
 
     #[test]
     fn samples_read_while_a_program_writes_are_complete() {
-        const SAMPLE_COUNT: u32 = 200_000;
+        const RSS_SAMPLE_COUNT: u32 = 200_000;
         let (state, is_written) = (new_empty_state(), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                for _ in 0..SAMPLE_COUNT {
-                    write_sample(&state, claim_sequence(&state));
+                for _ in 0..RSS_SAMPLE_COUNT {
+                    write_sample(&state, claim_sample_sequence(&state));
                 }
                 is_written.store(true, SeqCst);
             });
             let mut last_sequence = 0;
-            while !is_written.load(SeqCst) || last_sequence != SAMPLE_COUNT {
+            while !is_written.load(SeqCst) || last_sequence != RSS_SAMPLE_COUNT {
                 for sample in rss_samples_after_sequence(&state, last_sequence) {
                     let sequence = sample.sequence;
                     assert!(sequence > last_sequence, "{sequence} after {last_sequence}");

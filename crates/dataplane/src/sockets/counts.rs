@@ -27,13 +27,13 @@ struct InetDiagReply {
     inode: u32,
 }
 
-const NO_STATE_BITS: u32 = 0;
-const LISTEN_STATE_BIT: u32 = 1 << 10;
+const NO_TCP_STATE_BITS: u32 = 0;
+const TCP_LISTEN_STATE_BIT: u32 = 1 << 10;
 /// Bits of the TCP states of counted connections: ESTABLISHED, SYN-RECEIVED (half-open), FIN-WAIT-1, FIN-WAIT-2,
 /// CLOSE-WAIT, LAST-ACK and CLOSING (include/net/tcp_states.h).
-const CONNECTED_STATE_BITS: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
+const CONNECTED_TCP_STATE_BITS: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
 /// Size of the receive buffer in bytes, which is the maximum that the kernel fills per read (32 KiB).
-const RECEIVE_BUFFER_BYTES: usize = 32 << 10;
+const NETLINK_RECEIVE_BUFFER_BYTES: usize = 32 << 10;
 
 /// Counts the TCP connections to each of `services`, in the same order. Connections count from half-open to the last
 /// FIN, without TIME-WAIT. A call takes about 1 us of CPU time for each socket at these ports, and less for each other
@@ -45,8 +45,11 @@ pub fn count_connections(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     }
     let indexes_by_service: HashMap<SocketAddr, usize> = services.iter().copied().zip(0..).collect();
     for family in [libc::AF_INET, libc::AF_INET6] {
-        let request =
-            build_socket_list_request(family as u8, CONNECTED_STATE_BITS, common_service_port(services).unwrap_or(0));
+        let request = build_socket_list_request(
+            family as u8,
+            CONNECTED_TCP_STATE_BITS,
+            common_service_port(services).unwrap_or(0),
+        );
         for_each_listed_socket(&request, |listed_socket| {
             if let Some(service_index) = indexes_by_service.get(&local_socket_address(listed_socket)) {
                 counts[*service_index] += 1;
@@ -62,7 +65,7 @@ pub fn count_connections(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
 pub fn list_listening_sockets() -> anyhow::Result<Vec<(SocketAddr, SocketInode)>> {
     let mut listening_sockets = Vec::new();
     for family in [libc::AF_INET, libc::AF_INET6] {
-        for_each_listed_socket(&build_socket_list_request(family as u8, LISTEN_STATE_BIT, 0), |listed_socket| {
+        for_each_listed_socket(&build_socket_list_request(family as u8, TCP_LISTEN_STATE_BIT, 0), |listed_socket| {
             listening_sockets.push((local_socket_address(listed_socket), listed_socket.inode.into()));
         })?;
     }
@@ -73,18 +76,18 @@ fn for_each_listed_socket(
     request: &InetDiagRequest,
     mut handle_socket: impl FnMut(&InetDiagReply),
 ) -> anyhow::Result<()> {
-    let (socket, mut buffer) = (open_diag_socket()?, vec![0; RECEIVE_BUFFER_BYTES]);
+    let (socket, mut buffer) = (open_diag_socket()?, vec![0; NETLINK_RECEIVE_BUFFER_BYTES]);
     nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
     // A kernel without IPv6 answers ENOENT.
     let may_lack_family = i32::from(request.family) == libc::AF_INET6;
-    while read_list_part(&socket, &mut buffer, may_lack_family, &mut handle_socket)? {}
+    while read_socket_list_part(&socket, &mut buffer, may_lack_family, &mut handle_socket)? {}
     Ok(())
 }
 
 /// Checks that the kernel has sock_diag(7) for TCP. A query for one socket cannot check this, because a kernel without
 /// sock_diag(7) for TCP answers that the socket does not exist.
 pub(super) fn ensure_sock_diag_supports_tcp() -> anyhow::Result<()> {
-    for_each_listed_socket(&build_socket_list_request(libc::AF_INET as u8, NO_STATE_BITS, 0), |_| ())
+    for_each_listed_socket(&build_socket_list_request(libc::AF_INET as u8, NO_TCP_STATE_BITS, 0), |_| ())
 }
 
 /// Returns the services' port if all services have the same port. The kernel can then skip sockets at other ports.
@@ -121,7 +124,7 @@ fn build_socket_list_request(family: u8, state_bits: u32, port: u16) -> InetDiag
 
 /// Reads a part of the list of sockets, and returns whether another part follows. If `may_lack_family` is set, a kernel
 /// without the list's address family is no error, and the list is then empty.
-fn read_list_part(
+fn read_socket_list_part(
     socket: &OwnedFd,
     buffer: &mut [u8],
     may_lack_family: bool,
@@ -177,25 +180,27 @@ mod tests {
 
     use super::*;
 
-    /// Returns the result of [`read_list_part`] for a list that ends with the errno `error`.
-    fn read_list_end(kind: i32, error: i32, may_lack_family: bool) -> anyhow::Result<bool> {
+    /// Returns the result of [`read_socket_list_part`] for a list that ends with the errno `error`.
+    fn read_list_ending_with_error(kind: i32, error: i32, may_lack_family: bool) -> anyhow::Result<bool> {
         let (reader, mut writer) = std::os::unix::net::UnixStream::pair().unwrap();
         let message_length = (size_of::<NetlinkHeader>() + size_of::<i32>()) as u32;
         let message_header =
             NetlinkHeader { length: message_length, message_type: kind as u16, flags: 0, sequence: 0, port_id: 0 };
         writer.write_all(&[message_header.as_bytes(), (-error).as_bytes()].concat()).unwrap();
-        read_list_part(&reader.into(), &mut [0; 64], may_lack_family, &mut |_| panic!("no socket is in the list"))
+        read_socket_list_part(&reader.into(), &mut [0; 64], may_lack_family, &mut |_| {
+            panic!("no socket is in the list")
+        })
     }
 
     #[test]
     fn missing_sock_diag_for_tcp_is_an_error() {
         for kind in [libc::NLMSG_DONE, libc::NLMSG_ERROR] {
-            let error = read_list_end(kind, libc::ENOENT, false).unwrap_err().to_string();
+            let error = read_list_ending_with_error(kind, libc::ENOENT, false).unwrap_err().to_string();
             assert!(error.contains("modprobe tcp_diag"), "{error}");
-            assert!(!read_list_end(kind, libc::ENOENT, true).unwrap(), "a kernel without IPv6");
-            assert!(read_list_end(kind, libc::EPERM, true).is_err());
+            assert!(!read_list_ending_with_error(kind, libc::ENOENT, true).unwrap(), "a kernel without IPv6");
+            assert!(read_list_ending_with_error(kind, libc::EPERM, true).is_err());
         }
-        assert!(!read_list_end(libc::NLMSG_DONE, 0, false).unwrap());
+        assert!(!read_list_ending_with_error(libc::NLMSG_DONE, 0, false).unwrap());
         ensure_sock_diag_supports_tcp().unwrap();
     }
 

@@ -15,7 +15,7 @@ use crate::support::balancer::{
     TestBalancer, XDP_DROP, XDP_PASS, XDP_TX, random_placement_table, server_id_from_number, service_address,
 };
 use crate::support::tunnel::{
-    ETHERNET_HEADER_BYTES, OWN_OUTER_ADDRESSES, TunnelVariant, client_socket_address, ip_header_bytes,
+    ETHERNET_HEADER_BYTES, LB_OUTER_SOURCE_ADDRESSES, TunnelVariant, client_socket_address, ip_header_bytes,
     own_outer_address, server_outer_address, service_vip, set_traffic_class,
 };
 use crate::support::{
@@ -27,7 +27,7 @@ const CONGESTION_EXPERIENCED: u8 = 3;
 const UDP_PROTOCOL: u8 = 17;
 const IPV6_FRAGMENT_HEADER: u8 = 44;
 
-fn load_decapsulation() -> DecapProgram {
+fn load_decap_program() -> DecapProgram {
     let decapsulation = DecapProgram::load_unattached().unwrap();
     decapsulation.set_source_addresses(&AddressFamily::BOTH.map(own_outer_address)).unwrap();
     decapsulation.set_vips(&AddressFamily::BOTH.map(|family| service_vip(family).ip())).unwrap();
@@ -74,7 +74,11 @@ fn encapsulate_frame(variant: TunnelVariant, frame: &[u8]) -> Vec<u8> {
 
 /// Runs the program on `frame`, and returns its verdict and the packet. Asserts that only `counter` has increased, or
 /// no counter if `counter` is `None`.
-fn run_and_expect_counter(decapsulation: &DecapProgram, frame: &[u8], counter: Option<&str>) -> (i32, Vec<u8>) {
+fn process_frame_expecting_counter(
+    decapsulation: &DecapProgram,
+    frame: &[u8],
+    counter: Option<&str>,
+) -> (i32, Vec<u8>) {
     let counters_before = decapsulation.counters().unwrap();
     let outcome = test_run::run_program(decapsulation.program_fd(), frame, 1).unwrap();
     let counters_after = decapsulation.counters().unwrap();
@@ -90,18 +94,18 @@ fn run_and_expect_counter(decapsulation: &DecapProgram, frame: &[u8], counter: O
 /// and counts it as `counter`.
 fn expect_drop_of_changed_packet(counter: &str, change: impl Fn(&mut Vec<u8>, TunnelVariant)) {
     skip_if!(missing_bpf_rights());
-    let decapsulation = load_decapsulation();
+    let decapsulation = load_decap_program();
     for variant in TunnelVariant::all() {
         let mut frame = encapsulate_frame(variant, &client_packet(variant.inner_family));
         change(&mut frame, variant);
-        assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{variant:?}");
+        assert_eq!(process_frame_expecting_counter(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{variant:?}");
     }
 }
 
 #[test]
 fn outer_header_of_load_balancers_packet_is_removed() {
     skip_if!(missing_bpf_rights());
-    let decapsulation = load_decapsulation();
+    let decapsulation = load_decap_program();
     for variant in TunnelVariant::all() {
         let (client, vip) = (client_socket_address(variant.inner_family), service_vip(variant.inner_family));
         let inner_fragment = ip_frame(
@@ -125,7 +129,7 @@ fn outer_header_of_load_balancers_packet_is_removed() {
         for inner_frame in inner_frames {
             let frame = encapsulate_frame(variant, &inner_frame);
             assert_eq!(
-                run_and_expect_counter(&decapsulation, &frame, Some("decapsulated")),
+                process_frame_expecting_counter(&decapsulation, &frame, Some("decapsulated")),
                 (XDP_PASS, inner_frame),
                 "{variant:?}"
             );
@@ -140,7 +144,7 @@ fn padding_after_the_outer_packet_is_accepted() {
         let inner_frame = client_packet(variant.inner_family);
         let frame = [encapsulate_frame(variant, &inner_frame), vec![0; 9]].concat();
         assert_eq!(
-            run_and_expect_counter(&load_decapsulation(), &frame, Some("decapsulated")),
+            process_frame_expecting_counter(&load_decap_program(), &frame, Some("decapsulated")),
             (XDP_PASS, [inner_frame, vec![0; 9]].concat())
         );
     }
@@ -149,7 +153,7 @@ fn padding_after_the_outer_packet_is_accepted() {
 #[test]
 fn foreign_packets_pass_unchanged() {
     skip_if!(missing_bpf_rights());
-    let decapsulation = load_decapsulation();
+    let decapsulation = load_decap_program();
     let mut foreign_frames = vec![vec![0; 60]];
     for variant in TunnelVariant::all() {
         let mut wrong_family_frame = encapsulate_frame(variant, &client_packet(variant.inner_family));
@@ -175,7 +179,7 @@ fn foreign_packets_pass_unchanged() {
     let mut ipv6_fragment = encapsulate_frame(ipv6_outer_variant, &client_packet(gue_variant.inner_family));
     ipv6_fragment[ETHERNET_HEADER_BYTES + 6] = IPV6_FRAGMENT_HEADER;
     for frame in foreign_frames.into_iter().chain([later_fragment, ipv6_fragment]) {
-        assert_eq!(run_and_expect_counter(&decapsulation, &frame, None), (XDP_PASS, frame));
+        assert_eq!(process_frame_expecting_counter(&decapsulation, &frame, None), (XDP_PASS, frame));
     }
 }
 
@@ -196,7 +200,7 @@ fn packet_to_unknown_inner_destination_is_dropped() {
 #[test]
 fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
     skip_if!(missing_bpf_rights());
-    let decapsulation = load_decapsulation();
+    let decapsulation = load_decap_program();
     for variant in TunnelVariant::all().filter(|form| form.outer_family == AddressFamily::Ipv4) {
         let mut first_fragment = encapsulate_frame(variant, &client_packet(variant.inner_family));
         first_fragment[ETHERNET_HEADER_BYTES + 6] = 0x20;
@@ -209,7 +213,10 @@ fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
             vec![first_fragment]
         };
         for frame in fragments {
-            assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some("drop_decap_fragment")).0, XDP_DROP);
+            assert_eq!(
+                process_frame_expecting_counter(&decapsulation, &frame, Some("drop_decap_fragment")).0,
+                XDP_DROP
+            );
         }
     }
 }
@@ -281,14 +288,17 @@ fn udp_length_above_packet_length_is_dropped() {
     for variant in TunnelVariant::all().filter(|form| form.forwarding == ForwardingMode::Gue) {
         let mut frame = encapsulate_frame(variant, &client_packet(variant.inner_family));
         frame[ETHERNET_HEADER_BYTES + ip_header_bytes(variant.outer_family) + 5] -= 1;
-        assert_eq!(run_and_expect_counter(&load_decapsulation(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
+        assert_eq!(
+            process_frame_expecting_counter(&load_decap_program(), &frame, Some("drop_decap_truncated")).0,
+            XDP_DROP
+        );
     }
 }
 
 #[test]
 fn congestion_mark_is_copied_or_the_packet_is_dropped() {
     skip_if!(missing_bpf_rights());
-    let decapsulation = load_decapsulation();
+    let decapsulation = load_decap_program();
     for (variant, inner_ecn) in TunnelVariant::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
         let mut inner_frame = client_packet(variant.inner_family);
         // The upper bits contain DSCP 46.
@@ -297,7 +307,7 @@ fn congestion_mark_is_copied_or_the_packet_is_dropped() {
         set_traffic_class(&mut frame, CONGESTION_EXPERIENCED);
         set_traffic_class(&mut inner_frame, 0xb8 | CONGESTION_EXPERIENCED);
         assert_eq!(
-            run_and_expect_counter(&decapsulation, &frame, Some("decapsulated")),
+            process_frame_expecting_counter(&decapsulation, &frame, Some("decapsulated")),
             (XDP_PASS, inner_frame),
             "{variant:?} {inner_ecn}"
         );
@@ -309,7 +319,7 @@ fn congestion_mark_is_copied_or_the_packet_is_dropped() {
 fn packets_of_removed_sources_and_vips_are_dropped() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all() {
-        let decapsulation = load_decapsulation();
+        let decapsulation = load_decap_program();
         let frame = encapsulate_frame(variant, &client_packet(variant.inner_family));
         let (other_families, inner_families) =
             AddressFamily::BOTH.into_iter().partition::<Vec<_>, _>(|family| *family != variant.inner_family);
@@ -317,11 +327,17 @@ fn packets_of_removed_sources_and_vips_are_dropped() {
         decapsulation
             .set_vips(&other_families.iter().map(|family| service_vip(*family).ip()).collect::<Vec<_>>())
             .unwrap();
-        assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0, XDP_DROP);
+        assert_eq!(
+            process_frame_expecting_counter(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0,
+            XDP_DROP
+        );
         decapsulation.set_vips(&[service_vip(variant.inner_family).ip()]).unwrap();
-        assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some("decapsulated")).0, XDP_PASS);
+        assert_eq!(process_frame_expecting_counter(&decapsulation, &frame, Some("decapsulated")).0, XDP_PASS);
         decapsulation.set_source_addresses(&[]).unwrap();
-        assert_eq!(run_and_expect_counter(&decapsulation, &frame, Some("drop_decap_foreign_source")).0, XDP_DROP);
+        assert_eq!(
+            process_frame_expecting_counter(&decapsulation, &frame, Some("drop_decap_foreign_source")).0,
+            XDP_DROP
+        );
     }
 }
 
@@ -336,7 +352,7 @@ fn decapsulation_restores_the_packet_before_encapsulation() {
             LoadBalancerOptions::default(),
             &mut rng,
         );
-        balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, 1500);
+        balancer.lb.set_outer_header(LB_OUTER_SOURCE_ADDRESSES, 1500);
         let server_ids = balancer.replace_servers(0, 1, &mut rng);
         let outer_address = server_outer_address(variant.outer_family, server_ids[0]);
         balancer
@@ -351,9 +367,9 @@ fn decapsulation_restores_the_packet_before_encapsulation() {
             ..TcpPacket::between(client_socket_address(variant.inner_family), service_vip(variant.inner_family))
         }
         .to_frame();
-        let (xdp_action, packet) = balancer.run_frame(&syn);
+        let (xdp_action, packet) = balancer.process_frame(&syn);
         assert_eq!(xdp_action, XDP_TX);
-        let decapsulated_frame = run_and_expect_counter(&load_decapsulation(), &packet, Some("decapsulated"));
+        let decapsulated_frame = process_frame_expecting_counter(&load_decap_program(), &packet, Some("decapsulated"));
         assert_eq!(
             decapsulated_frame,
             (XDP_PASS, [&packet[..ETHERNET_HEADER_BYTES - 2], &syn[ETHERNET_HEADER_BYTES - 2..]].concat()),

@@ -12,15 +12,15 @@ use socket2::SockRef;
 
 use crate::support::dispatch_env::{
     DispatchTestEnv, SERVICE_ADDRESS, TemporaryPinDirectory, dispatch_options, open_client_socket, open_worker_socket,
-    run_in_another_namespace, run_in_namespace, wait_for_value,
+    run_in_namespace, run_in_new_namespace, wait_for_value,
 };
 use crate::support::{missing_bpf_rights, skip_if};
 
-const TEST_TIMEOUTS: RequestTimeouts =
+const TEST_REQUEST_TIMEOUTS: RequestTimeouts =
     RequestTimeouts { response_timeout: Duration::from_millis(500), stall_after: Duration::from_millis(300) };
 
 fn poll_repeatedly(env: &mut DispatchTestEnv, poll_count: u32) {
-    (0..poll_count).for_each(|_| _ = env.poll_dispatcher(&TEST_TIMEOUTS));
+    (0..poll_count).for_each(|_| _ = env.poll_dispatcher(&TEST_REQUEST_TIMEOUTS));
 }
 
 fn unmatched_response_count(env: &DispatchTestEnv) -> u64 {
@@ -49,7 +49,7 @@ fn only_an_expected_response_completes_a_request() {
         foreign_socket.send_to(b"x", second_client.local_addr().unwrap()).unwrap();
         assert_eq!((env.outstanding_request_counts(), unmatched_response_count(&env)), (vec![1], 3));
         env.send_response(&requests[1]);
-        let worker_counts = env.worker_counts(0);
+        let worker_counts = env.worker_request_counts(0);
         assert_eq!(
             (
                 worker_counts.outstanding_requests,
@@ -68,7 +68,8 @@ fn request_ids_distinguish_requests_of_one_client() {
     run_in_namespace(|| {
         let mut options = dispatch_options(DispatchPolicy::ShortestQueue);
         // Responses have one more byte before the request id than requests.
-        options.request_id_position = Some(RequestIdPosition { request_offset: 1, response_offset: 2, byte_count: 2 });
+        options.request_id_position =
+            Some(RequestIdPosition { offset_in_request: 1, offset_in_response: 2, byte_count: 2 });
         let env = DispatchTestEnv::new(1, &options);
         let client = open_client_socket();
         (0..3u8).for_each(|id| env.send_request(&client, &[9, id, 7]));
@@ -120,7 +121,7 @@ fn same_address_in_another_namespace_is_another_service() {
         env.send_request(&client, b"a");
         let client_port = client.local_addr().unwrap().port();
         // In the other namespace, service and client have the same addresses.
-        run_in_another_namespace(|| {
+        run_in_new_namespace(|| {
             let other_socket = open_worker_socket(SERVICE_ADDRESS);
             other_socket.send_to(b"b", ("127.0.0.1", client_port)).unwrap();
         });
@@ -137,12 +138,12 @@ fn unanswered_request_is_abandoned_after_timeout() {
         clients.iter().for_each(|client| env.send_request(client, b"a"));
         // Requests in a worker's receive queue are never abandoned.
         poll_repeatedly(&mut env, 20);
-        assert_eq!((env.outstanding_request_counts(), env.worker_counts(0).queued_datagrams), (vec![5], 5));
+        assert_eq!((env.outstanding_request_counts(), env.worker_request_counts(0).queued_datagrams), (vec![5], 5));
         let requests = env.read_requests(5);
         env.send_response(&requests[0]);
         // The worker has read all requests. Four responses are missing, and these four requests have timed out.
         poll_repeatedly(&mut env, 1);
-        let worker_counts = env.worker_counts(0);
+        let worker_counts = env.worker_request_counts(0);
         assert_eq!(
             (
                 worker_counts.outstanding_requests,
@@ -161,7 +162,7 @@ fn unanswered_request_is_abandoned_after_timeout() {
         poll_repeatedly(&mut env, 5);
         assert_eq!(env.outstanding_request_counts(), [1]);
         poll_repeatedly(&mut env, 1);
-        assert_eq!((env.outstanding_request_counts(), env.worker_counts(0).abandoned_requests), (vec![0], 5));
+        assert_eq!((env.outstanding_request_counts(), env.worker_request_counts(0).abandoned_requests), (vec![0], 5));
     });
 }
 
@@ -180,14 +181,15 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
             let total_outstanding_requests =
                 |env: &DispatchTestEnv| env.outstanding_request_counts().iter().sum::<u32>();
             let waiting_requests = wait_for_value("what is dropped to be given up", || {
-                let abandoned_requests: u64 = (0..2).map(|slot| env.worker_counts(slot).abandoned_requests).sum();
+                let abandoned_requests: u64 =
+                    (0..2).map(|slot| env.worker_request_counts(slot).abandoned_requests).sum();
                 let waiting_requests = total_outstanding_requests(&env);
                 (u64::from(waiting_requests) + abandoned_requests == 100).then_some(waiting_requests)
             });
             assert!(waiting_requests < 50, "{policy:?}: {waiting_requests}");
             poll_repeatedly(&mut env, 1);
             for slot in 0..2 {
-                let worker_counts = env.worker_counts(slot);
+                let worker_counts = env.worker_request_counts(slot);
                 let outstanding_and_abandoned = (worker_counts.outstanding_requests, worker_counts.abandoned_requests);
                 assert_eq!(
                     outstanding_and_abandoned,
@@ -203,7 +205,7 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
 }
 
 #[test]
-fn uncounted_request_in_queue_becomes_outstanding() {
+fn untracked_queued_requests_are_counted_at_the_next_poll() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let mut env = DispatchTestEnv::new(1, &dispatch_options(DispatchPolicy::ShortestQueue));
@@ -238,15 +240,15 @@ fn stalled_worker_is_disabled_until_it_responds() {
             let slot_of_waiting_request =
                 env.outstanding_request_counts().iter().position(|count| *count > 0).unwrap() as u32;
             poll_repeatedly(&mut env, 3);
-            assert!(env.worker_counts(slot_of_waiting_request).is_eligible);
+            assert!(env.worker_request_counts(slot_of_waiting_request).is_eligible);
             poll_repeatedly(&mut env, 1);
             assert!(
-                !env.worker_counts(slot_of_waiting_request).is_eligible
-                    && env.worker_counts(1 - slot_of_waiting_request).is_eligible
+                !env.worker_request_counts(slot_of_waiting_request).is_eligible
+                    && env.worker_request_counts(1 - slot_of_waiting_request).is_eligible
             );
             (0..5).for_each(|_| env.send_request(&client, b"b"));
             assert_eq!(
-                env.worker_counts(1 - slot_of_waiting_request).outstanding_requests,
+                env.worker_request_counts(1 - slot_of_waiting_request).outstanding_requests,
                 5,
                 "{policy:?}: {:?}",
                 env.outstanding_request_counts()
@@ -258,7 +260,7 @@ fn stalled_worker_is_disabled_until_it_responds() {
             // The first stalled worker responds to a request of its queue.
             let requests = env.read_requests(7);
             env.send_response(requests.iter().find(|request| request.worker_slot == slot_of_waiting_request).unwrap());
-            assert!(env.worker_counts(slot_of_waiting_request).is_eligible, "{policy:?}");
+            assert!(env.worker_request_counts(slot_of_waiting_request).is_eligible, "{policy:?}");
         });
     }
 }
@@ -271,13 +273,13 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
             let mut env = DispatchTestEnv::new(3, &dispatch_options(policy));
             let clients: Vec<UdpSocket> = (0..30).map(|_| open_client_socket()).collect();
             clients.iter().for_each(|client| env.send_request(client, b"a"));
-            let lost_requests = u64::from(env.worker_counts(1).outstanding_requests);
+            let lost_requests = u64::from(env.worker_request_counts(1).outstanding_requests);
             drop(env.worker_sockets.remove(&1));
             // These requests arrive before user space has noticed that a worker died.
             clients.iter().for_each(|client| env.send_request(client, b"b"));
             env.read_requests(60 - lost_requests as usize);
-            assert!(env.poll_dispatcher(&TEST_TIMEOUTS));
-            let dead_worker_counts = env.worker_counts(1);
+            assert!(env.poll_dispatcher(&TEST_REQUEST_TIMEOUTS));
+            let dead_worker_counts = env.worker_request_counts(1);
             assert_eq!(
                 (
                     dead_worker_counts.outstanding_requests,
@@ -287,9 +289,9 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
                 (0, lost_requests, false),
                 "{policy:?}"
             );
-            assert!(!env.poll_dispatcher(&TEST_TIMEOUTS), "it dies once");
+            assert!(!env.poll_dispatcher(&TEST_REQUEST_TIMEOUTS), "it dies once");
             assert_eq!(env.add_worker(), 1);
-            assert!(env.worker_counts(1).is_eligible);
+            assert!(env.worker_request_counts(1).is_eligible);
             (0..60).for_each(|_| env.send_request(&open_client_socket(), b"c"));
             let requests = env.read_requests(60);
             assert!(requests.iter().any(|request| request.worker_slot == 1), "{policy:?}");
@@ -339,7 +341,7 @@ fn kernel_selects_sockets_after_detach() {
         let socket = env.worker_sockets[&0].try_clone().unwrap();
         let error = second_dispatch.add_worker(socket.as_fd(), 1).unwrap_err().to_string();
         assert!(error.contains("is it in another one"), "{error}");
-        reuseport::detach_from_group(socket.as_fd()).unwrap();
+        reuseport::detach_from_reuseport_group(socket.as_fd()).unwrap();
         dispatch::remove_pins_and_programs(&env.pins.0).unwrap();
         let clients: Vec<UdpSocket> = (0..50).map(|_| open_client_socket()).collect();
         clients.iter().for_each(|client| _ = client.send(b"a").unwrap());
@@ -377,7 +379,7 @@ fn service_times_are_measured_by_request_type() {
     run_in_namespace(|| {
         let mut options = dispatch_options(DispatchPolicy::LightestQueue);
         options.measures_service_times = true;
-        options.request_types = vec![dispatch::RequestType {
+        options.request_types = vec![dispatch::PayloadRequestType {
             payload_value: *b"slow\0\0\0\0",
             payload_mask: [255, 255, 255, 255, 0, 0, 0, 0],
             priority_class: 0,

@@ -3,11 +3,11 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use coreward_dataplane::dispatch::{DispatchPolicy, RequestIdPosition, RequestType};
+use coreward_dataplane::dispatch::{DispatchPolicy, PayloadRequestType, RequestIdPosition};
 use coreward_intf as intf;
 use coreward_model::dispatch::{
-    ClassBoundedShortestQueue, DispatchHeader, Dispatcher, JoinLightestQueue, JoinShortestQueue,
-    OutstandingBoundsByClass, RoundRobinDispatcher, RoundedServiceTime,
+    ClassBoundedShortestQueue, DispatchHeader, JoinLightestQueue, JoinShortestQueue, OutstandingBoundsByClass,
+    RequestDispatcher, RoundRobinDispatcher, RoundedServiceTime,
 };
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
@@ -23,7 +23,7 @@ const SERVICE_TIMES: [Duration; 3] =
 
 /// Sends requests and responds in random order, and asserts that the program selects the same workers as the model.
 /// Responses are slower than requests at first, and faster when many requests are outstanding.
-fn assert_selects_workers_as_model(env: &DispatchTestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
+fn assert_selects_workers_as_model(env: &DispatchTestEnv, model: &mut impl RequestDispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
     let mut unanswered_requests: Vec<(ReceivedDatagram, DispatchHeader)> = Vec::new();
     for request_id in 0..REQUEST_COUNT {
@@ -51,7 +51,7 @@ fn assert_selects_workers_as_model(env: &DispatchTestEnv, model: &mut impl Dispa
     for (request, _) in &unanswered_requests {
         env.send_response(request);
     }
-    let worker_counts = env.dispatch.ledger().worker_counts();
+    let worker_counts = env.dispatch.ledger().worker_request_counts();
     assert!(
         worker_counts.iter().all(|worker| worker.outstanding_requests == 0 && worker.outstanding_work.is_zero()),
         "{worker_counts:?}"
@@ -69,9 +69,10 @@ fn assert_selects_workers_as_model(env: &DispatchTestEnv, model: &mut impl Dispa
 
 fn start_test_env(worker_count: usize, policy: DispatchPolicy) -> DispatchTestEnv {
     let mut options = dispatch_options(policy);
-    options.request_id_position = Some(RequestIdPosition { request_offset: 0, response_offset: 0, byte_count: 4 });
+    options.request_id_position =
+        Some(RequestIdPosition { offset_in_request: 0, offset_in_response: 0, byte_count: 4 });
     options.type_offset = 4;
-    let new_request_type = |number: u8, class| RequestType {
+    let new_request_type = |number: u8, class| PayloadRequestType {
         payload_value: [b't', b'y', b'p', b'e', number, 0, 0, 0],
         payload_mask: [255, 255, 255, 255, 255, 0, 0, 0],
         priority_class: class,

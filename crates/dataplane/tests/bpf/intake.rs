@@ -4,7 +4,7 @@
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-use coreward_dataplane::intake::program::{COUNTER_NAMES, IntakeProgram};
+use coreward_dataplane::intake::program::{COUNTER_NAMES, RequestIntakeProgram};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 
@@ -19,17 +19,17 @@ const IP_HEADER_OFFSET: usize = 14;
 const UDP_HEADER_OFFSET: usize = IP_HEADER_OFFSET + 20;
 const UDP_CHECKSUM_OFFSET: usize = UDP_HEADER_OFFSET + 6;
 /// Maximum payload of a datagram with an MTU of 1500, in bytes.
-const MAX_PAYLOAD_BYTES: usize = 1472;
+const MAX_UDP_PAYLOAD_BYTES: usize = 1472;
 
 const NO_SOCKET_COUNTER: Option<&str> = Some("passed_no_socket");
 
-fn load_intake_program() -> IntakeProgram {
+fn load_intake_program() -> RequestIntakeProgram {
     let listeners = [SERVICE_ENDPOINT, OTHER_SERVICE_ENDPOINT].map(|(address, port)| SocketAddrV4::new(address, port));
-    IntakeProgram::load(MacAddress([0; 6]), &listeners).unwrap()
+    RequestIntakeProgram::load(MacAddress([0; 6]), &listeners).unwrap()
 }
 
 /// Runs the program on `frame`. Asserts that only `counter` has increased, or no counter if `counter` is `None`.
-fn expect_counter(program: &IntakeProgram, frame: &[u8], counter: Option<&str>, case: &str) {
+fn expect_pass_with_counter(program: &RequestIntakeProgram, frame: &[u8], counter: Option<&str>, case: &str) {
     let counters_before = program.counters().unwrap();
     let outcome = test_run::run_program(program.program_fd(), frame, 1).unwrap();
     let counters_after = program.counters().unwrap();
@@ -64,15 +64,15 @@ fn frame_with_udp_checksum(mut frame: Vec<u8>) -> Vec<u8> {
 fn requests_of_every_length_are_accepted() {
     skip_if!(missing_bpf_rights());
     let program = load_intake_program();
-    for length in (0..200).chain([511, 512, 513, 1023, 1024, MAX_PAYLOAD_BYTES - 1, MAX_PAYLOAD_BYTES]) {
+    for length in (0..200).chain([511, 512, 513, 1023, 1024, MAX_UDP_PAYLOAD_BYTES - 1, MAX_UDP_PAYLOAD_BYTES]) {
         let payload = (0..length).map(|byte| (byte * 7 + length) as u8).collect();
         let frame = frame_with_udp_checksum(request_datagram(payload).to_frame());
-        expect_counter(&program, &frame, NO_SOCKET_COUNTER, &format!("{length} bytes"));
+        expect_pass_with_counter(&program, &frame, NO_SOCKET_COUNTER, &format!("{length} bytes"));
         // A changed bit is detected in the header, in the checksum and in the last byte.
         for damaged_offset in [UDP_HEADER_OFFSET + 1, UDP_CHECKSUM_OFFSET, frame.len() - 1] {
             let mut damaged_frame = frame.clone();
             damaged_frame[damaged_offset] ^= 4;
-            expect_counter(
+            expect_pass_with_counter(
                 &program,
                 &damaged_frame,
                 Some("passed_checksum"),
@@ -87,21 +87,21 @@ fn datagrams_without_complete_checksum_are_accepted() {
     skip_if!(missing_bpf_rights());
     let program = load_intake_program();
     let mut frame = request_datagram(b"get".to_vec()).to_frame();
-    expect_counter(&program, &frame, NO_SOCKET_COUNTER, "no checksum");
+    expect_pass_with_counter(&program, &frame, NO_SOCKET_COUNTER, "no checksum");
     let partial_checksum = pseudo_header_sum(&frame);
     frame[UDP_CHECKSUM_OFFSET..UDP_CHECKSUM_OFFSET + 2].copy_from_slice(&partial_checksum.to_be_bytes());
-    expect_counter(&program, &frame, NO_SOCKET_COUNTER, "left to a NIC");
+    expect_pass_with_counter(&program, &frame, NO_SOCKET_COUNTER, "left to a NIC");
     frame[UDP_CHECKSUM_OFFSET + 1] ^= 1;
-    expect_counter(&program, &frame, Some("passed_checksum"), "neither");
+    expect_pass_with_counter(&program, &frame, Some("passed_checksum"), "neither");
     let mut frame = frame_with_udp_checksum(request_datagram(b"get".to_vec()).to_frame());
     frame[IP_HEADER_OFFSET + 11] ^= 1;
-    expect_counter(&program, &frame, Some("passed_checksum"), "that of the IP header");
+    expect_pass_with_counter(&program, &frame, Some("passed_checksum"), "that of the IP header");
     let padded_frame = [frame_with_udp_checksum(request_datagram(b"get".to_vec()).to_frame()), vec![9; 20]].concat();
-    expect_counter(&program, &padded_frame, NO_SOCKET_COUNTER, "padding of a short frame");
+    expect_pass_with_counter(&program, &padded_frame, NO_SOCKET_COUNTER, "padding of a short frame");
 }
 
 #[test]
-fn other_traffic_passes_without_being_counted() {
+fn non_request_traffic_passes_without_being_counted() {
     skip_if!(missing_bpf_rights());
     let program = load_intake_program();
     let frame_with_changed_byte = |offset: usize, value: u8| {
@@ -133,7 +133,7 @@ fn other_traffic_passes_without_being_counted() {
         ("a frame shorter than the headers", request_datagram(vec![]).to_frame()[..UDP_HEADER_OFFSET + 7].to_vec()),
     ];
     for (case, frame) in passed_frames {
-        expect_counter(&program, &frame, None, case);
+        expect_pass_with_counter(&program, &frame, None, case);
     }
 }
 
@@ -152,9 +152,9 @@ fn requests_from_impossible_sources_pass_and_are_counted() {
         (SERVICE_ENDPOINT.0.octets(), SERVICE_ENDPOINT.1),
         (OTHER_SERVICE_ENDPOINT.0.octets(), OTHER_SERVICE_ENDPOINT.1),
     ] {
-        expect_counter(&program, &request_frame_from(source), Some("passed_source"), &format!("{source:?}"));
+        expect_pass_with_counter(&program, &request_frame_from(source), Some("passed_source"), &format!("{source:?}"));
     }
-    expect_counter(
+    expect_pass_with_counter(
         &program,
         &request_frame_from((OTHER_SERVICE_ENDPOINT.0.octets(), 4002)),
         NO_SOCKET_COUNTER,
@@ -172,7 +172,7 @@ fn requests_with_wrong_lengths_pass_and_are_counted() {
         frame
     };
     for udp_length in [0, 7, 23, 25] {
-        expect_counter(
+        expect_pass_with_counter(
             &program,
             &frame_with_udp_length(udp_length),
             Some("passed_length"),
@@ -180,10 +180,15 @@ fn requests_with_wrong_lengths_pass_and_are_counted() {
         );
     }
     let complete_frame = request_datagram(vec![1; 16]).to_frame();
-    expect_counter(&program, &complete_frame[..complete_frame.len() - 1], Some("passed_length"), "a truncated frame");
-    expect_counter(
+    expect_pass_with_counter(
         &program,
-        &request_datagram(vec![1; MAX_PAYLOAD_BYTES + 1]).to_frame(),
+        &complete_frame[..complete_frame.len() - 1],
+        Some("passed_length"),
+        "a truncated frame",
+    );
+    expect_pass_with_counter(
+        &program,
+        &request_datagram(vec![1; MAX_UDP_PAYLOAD_BYTES + 1]).to_frame(),
         Some("passed_length"),
         "a jumbo frame",
     );

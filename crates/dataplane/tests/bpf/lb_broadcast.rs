@@ -15,7 +15,7 @@ use rand::Rng as _;
 use crate::support::balancer::{TestBalancer, VIP, XDP_TX, random_placement_table, service_address};
 use crate::support::{ACK, RST, TcpPacket, aligned_timestamp_option, ipv4_frame, missing_bpf_rights, skip_if};
 
-const FORGED_SOURCE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
+const FORGED_SOURCE_ADDRESS: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
 fn balancer_with_services(service_count: u16, options: LoadBalancerOptions) -> TestBalancer {
     let mut rng = seeded_rng(121, 0);
@@ -44,18 +44,18 @@ fn frame_with_unknown_cookie(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16), tsec
 }
 
 fn is_frame_broadcast(balancer: &TestBalancer, frame: &[u8]) -> bool {
-    let (xdp_action, packet) = balancer.run_frame(frame);
+    let (xdp_action, packet) = balancer.process_frame(frame);
     xdp_action == XDP_TX && packet[..6] == MacAddress::BROADCAST.0
 }
 
 /// Sends 100 genuine ICMP errors, each from another router, among 10,000 forged packets within a second. Returns the
 /// number of genuine errors that pass.
-fn count_accepted_errors(balancer: &TestBalancer, forged_frame: impl FnMut() -> Vec<u8>) -> usize {
-    count_accepted_errors_from(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged_frame)
+fn count_passed_icmp_errors(balancer: &TestBalancer, forged_frame: impl FnMut() -> Vec<u8>) -> usize {
+    count_passed_errors_from_routers(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged_frame)
 }
 
-/// Counts as [`count_accepted_errors`] does, but the genuine errors come from the addresses that `router` returns.
-fn count_accepted_errors_from(
+/// Counts as [`count_passed_icmp_errors`] does, but the genuine errors come from the addresses that `router` returns.
+fn count_passed_errors_from_routers(
     router: fn(u32) -> Ipv4Addr,
     balancer: &TestBalancer,
     mut forged_frame: impl FnMut() -> Vec<u8>,
@@ -66,7 +66,7 @@ fn count_accepted_errors_from(
         // If the machine pauses, the missed packets are not sent later, because they would raise the rate.
         while Instant::now() < next_send_time {}
         next_send_time = (next_send_time + FORGED_PACKET_INTERVAL).max(Instant::now());
-        balancer.run_frame(&forged_frame());
+        balancer.process_frame(&forged_frame());
         if n % 100 == 0 {
             let router_address = router(n);
             accepted_count +=
@@ -84,7 +84,7 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
     let new_balancer = || balancer_with_services(1, LoadBalancerOptions::default());
     let mut tsecr_rng = seeded_rng(123, 0);
     assert_eq!(
-        count_accepted_errors(&new_balancer(), || frame_with_unknown_cookie(
+        count_passed_icmp_errors(&new_balancer(), || frame_with_unknown_cookie(
             draw_random_endpoint(),
             VIP,
             tsecr_rng.next_u32()
@@ -92,18 +92,21 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
         100,
         "unknown cookies"
     );
-    assert_eq!(count_accepted_errors(&new_balancer(), || rst_frame(draw_random_endpoint())), 100, "resets");
+    assert_eq!(count_passed_icmp_errors(&new_balancer(), || rst_frame(draw_random_endpoint())), 100, "resets");
     assert_eq!(
-        count_accepted_errors(&new_balancer(), || icmp_error_frame(draw_random_endpoint().0, draw_random_endpoint())),
+        count_passed_icmp_errors(&new_balancer(), || icmp_error_frame(
+            draw_random_endpoint().0,
+            draw_random_endpoint()
+        )),
         100,
         "ICMP errors of any source"
     );
     // Forged and genuine errors together stay within the rates.
     assert_eq!(
-        count_accepted_errors_from(
-            |_| FORGED_SOURCE,
+        count_passed_errors_from_routers(
+            |_| FORGED_SOURCE_ADDRESS,
             &new_balancer(),
-            || icmp_error_frame(FORGED_SOURCE, draw_random_endpoint())
+            || icmp_error_frame(FORGED_SOURCE_ADDRESS, draw_random_endpoint())
         ),
         100,
         "ICMP errors of the router's own address"
@@ -111,7 +114,7 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
     // By chance, some of the routers share the forged source's bucket (of 4,096). Two do in one run of 3,500, and three
     // in one run of 450,000.
     let accepted_during_one_source_flood =
-        count_accepted_errors(&new_balancer(), || icmp_error_frame(FORGED_SOURCE, draw_random_endpoint()));
+        count_passed_icmp_errors(&new_balancer(), || icmp_error_frame(FORGED_SOURCE_ADDRESS, draw_random_endpoint()));
     assert!(
         accepted_during_one_source_flood >= 98,
         "{accepted_during_one_source_flood} among ICMP errors of one source"
@@ -139,7 +142,7 @@ fn flood_of_one_source_leaves_tokens_for_other_sources() {
         },
     );
     let mut rng = seeded_rng(124, 0);
-    let flood_frames = (0..1000u16).map(|port| rst_frame((FORGED_SOURCE, port)));
+    let flood_frames = (0..1000u16).map(|port| rst_frame((FORGED_SOURCE_ADDRESS, port)));
     let broadcast_flood_frames = flood_frames.filter(|frame| is_frame_broadcast(&balancer, frame)).count();
     assert!(
         (50..55).contains(&broadcast_flood_frames),

@@ -4,7 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::capture::{self, CapturedPacket, PacketCapture, PacketDestination};
+use coreward_dataplane::lb::capture::{self, CapturedPacket, CapturedPacketDestination, PacketCapture};
 use coreward_dataplane::lb::{LoadBalancer, LoadBalancerOptions, Server, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_model::consistency::{ConsistencyMode, ServiceSettings};
@@ -14,7 +14,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServiceAddress};
 
 use crate::support::balancer::{CLIENT_ENDPOINT, VIP, random_placement_table, server_id_from_number, service_address};
-use crate::support::network::{PinDirectory, VethPair, interface_mac, pin_to_one_cpu};
+use crate::support::network::{PinDirectory, VethPair, interface_mac, pin_thread_to_one_cpu};
 use crate::support::packet_socket::PacketSocket;
 use crate::support::tunnel::{client_socket_address, service_vip};
 use crate::support::{self, AddressFamily, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
@@ -71,7 +71,7 @@ fn assert_signals_end_wait(wait: impl FnOnce()) {
 fn capture_contains_unchanged_packets_and_decisions() {
     skip_if!(missing_bpf_rights());
     // On one CPU, packets keep their order.
-    pin_to_one_cpu();
+    pin_thread_to_one_cpu();
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let options = LoadBalancerOptions { pin_directory: Some(pins.path()), ..LoadBalancerOptions::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
@@ -89,14 +89,17 @@ fn capture_contains_unchanged_packets_and_decisions() {
         )
         .unwrap();
     }
-    let services_with_names: Vec<(ServiceAddress, String)> = capture::pinned_services(&pins.path()).unwrap();
+    let services_with_names: Vec<(ServiceAddress, String)> = capture::pinned_services_with_names(&pins.path()).unwrap();
     assert_eq!(
         services_with_names,
         [(service_address(VIP), "web".to_owned()), (service_address(OTHER_VIP), String::new())]
     );
 
-    let options =
-        capture::CaptureOptions { pin_directory: pins.path(), service: service_address(VIP), max_captured_bytes: 200 };
+    let options = capture::PacketCaptureOptions {
+        pin_directory: pins.path(),
+        service: service_address(VIP),
+        max_bytes_per_packet: 200,
+    };
     let mut capture = PacketCapture::start(options.clone()).unwrap();
     let cookie_tsecr = cookie::stamp_tsval(
         &fleet_keys(),
@@ -129,14 +132,14 @@ fn capture_contains_unchanged_packets_and_decisions() {
     let captured_packets = collect_packets(&mut capture, 4);
     let decisions: Vec<_> =
         captured_packets.iter().map(|packet| (packet.outcome, packet.destination.clone())).collect();
-    let expected_server = PacketDestination::Server { mac: SERVER_MAC, ids: vec![server_id_from_number(7)] };
+    let expected_server = CapturedPacketDestination::Server { mac: SERVER_MAC, ids: vec![server_id_from_number(7)] };
     assert_eq!(
         decisions,
         [
             ("established", expected_server.clone()),
             ("new_connection", expected_server.clone()),
-            ("broadcast", PacketDestination::Broadcast),
-            ("drop_malformed_ipv4", PacketDestination::Dropped),
+            ("broadcast", CapturedPacketDestination::Broadcast),
+            ("drop_malformed_ipv4", CapturedPacketDestination::Dropped),
         ]
     );
     for (packet, frame) in captured_packets.iter().zip(&sent_frames) {
@@ -163,7 +166,7 @@ fn capture_contains_unchanged_packets_and_decisions() {
     assert!(!later_packets.is_empty() && later_packets.iter().all(|packet| packet.outcome == "new_connection"));
     assert_eq!(capture.lost_record_count(), 0);
 
-    let unknown_service = capture::CaptureOptions { service: service_address((VIP.0, 443)), ..options };
+    let unknown_service = capture::PacketCaptureOptions { service: service_address((VIP.0, 443)), ..options };
     let error = PacketCapture::start(unknown_service).err().map(|error| error.to_string());
     assert_eq!(error.as_deref(), Some("no service 10.200.0.1:443/tcp: expected one of 10.200.0.1:80/tcp"));
     drop(capture);
@@ -189,10 +192,10 @@ fn ipv6_packets_of_the_service_are_captured() {
         )
         .unwrap();
     }
-    let options = capture::CaptureOptions {
+    let options = capture::PacketCaptureOptions {
         pin_directory: pins.path(),
         service: service_address(captured_vip),
-        max_captured_bytes: 200,
+        max_bytes_per_packet: 200,
     };
     let mut capture = PacketCapture::start(options).unwrap();
     let syn_frame = |vip| {

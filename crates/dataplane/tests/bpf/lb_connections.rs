@@ -9,7 +9,7 @@ use coreward_dataplane::lb::{BroadcastRateLimits, LoadBalancerOptions, PacketRat
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    ClockTicks, ConnectionExpiryReason, ConnectionTableSize, ConnectionTimeouts, decode_cookie_index,
+    ConnectionExpiryReason, ConnectionTableSize, ConnectionTimeouts, DecisecondTicks, decode_cookie_index,
     encode_cookie_index, encode_syn_tsecr,
 };
 use coreward_model::consistency::ServiceSettings;
@@ -19,12 +19,12 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 
 use crate::support::balancer::{
-    ExpectedIdentification, OWN_MAC, TestBalancer, XDP_DROP, XDP_TX, random_placement_table, service_address,
+    ExpectedIdentification, LOAD_BALANCER_MAC, TestBalancer, XDP_DROP, XDP_TX, random_placement_table, service_address,
 };
 use crate::support::stateful::{
-    STATEFUL_MODE, VIP, four_tuple_to_vip, frame_with_cookie_index, ipv4_client_endpoint, own_owner_number,
+    STATEFUL_SERVICE_SETTINGS, VIP, four_tuple_to_vip, frame_with_cookie_index, ipv4_client_endpoint,
     packet_with_cookie_index, random_client, read_tsecr, stateful_balancer, syn_frame, syn_with_tsecr,
-    table_owner_number,
+    table_owner_number, tested_lb_owner_number,
 };
 use crate::support::{
     self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if, tcp_segment_sum,
@@ -44,7 +44,7 @@ fn later_packets_find_the_entry_of_a_new_connection() {
     for connection in &opened_connections {
         let entry = balancer.connection_entry(connection.client).unwrap();
         assert_eq!(entry.identity.server, connection.server);
-        assert_eq!(decode_cookie_index(connection.cookie_index), (own_owner_number(), entry.index.slot()));
+        assert_eq!(decode_cookie_index(connection.cookie_index), (tested_lb_owner_number(), entry.index.slot()));
         let connection_hash = balancer.connection_hash(connection.client);
         let table_size = ConnectionTableSize::try_from(4096).unwrap();
         assert_eq!(
@@ -54,7 +54,7 @@ fn later_packets_find_the_entry_of_a_new_connection() {
         assert_eq!((entry.packet_count, entry.byte_count), (1, syn_frame(connection.client).len() as u64));
         assert_eq!(
             (entry.opened_at, entry.last_packet_at, entry.is_closing),
-            (ClockTicks(123), ClockTicks(123), false)
+            (DecisecondTicks(123), DecisecondTicks(123), false)
         );
     }
     let entry_indexes: BTreeSet<_> = opened_connections
@@ -70,7 +70,7 @@ fn later_packets_find_the_entry_of_a_new_connection() {
     balancer.set_random_keys(&mut rng);
     let unaligned_timestamp = [&[1][..], &timestamp_option(1, 0), &[0]].concat();
     for connection in &opened_connections {
-        balancer.expect_found_by_index(connection);
+        balancer.expect_index_leads_to_server(connection);
         let mut slow_path_packet =
             packet_with_cookie_index(&balancer.fleet_keys, connection.client, connection.cookie_index, ACK);
         let tsecr = cookie::stamp_tsval(
@@ -89,7 +89,7 @@ fn later_packets_find_the_entry_of_a_new_connection() {
             + slow_path_frame.len()
             + frame_with_cookie_index(&balancer, connection.client, 0).len();
         assert_eq!((entry.packet_count, entry.byte_count), (3, forwarded_bytes as u64));
-        assert_eq!((entry.opened_at, entry.last_packet_at), (ClockTicks(123), ClockTicks(200)));
+        assert_eq!((entry.opened_at, entry.last_packet_at), (DecisecondTicks(123), DecisecondTicks(200)));
     }
     // FIN and RST mark an entry as closing, and a SYN removes the mark.
     for (connection, flags) in opened_connections.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
@@ -109,7 +109,7 @@ fn later_packets_find_the_entry_of_a_new_connection() {
 }
 
 #[test]
-fn server_learns_the_connection_index_at_any_option_offset() {
+fn syn_carries_the_connection_index_at_any_option_offset() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(102, 0);
     let (balancer, _) = stateful_balancer(65_536, &mut rng);
@@ -136,11 +136,11 @@ fn server_learns_the_connection_index_at_any_option_offset() {
             tcp.to_frame_with_sequence(77, 0)
         };
         let (xdp_action, forwarded_frame) =
-            balancer.run_expecting_counter(&syn_frame_with_tsecr(tsecr), Some(0), "new_connection");
+            balancer.process_frame_expecting_counter(&syn_frame_with_tsecr(tsecr), Some(0), "new_connection");
         let entry = balancer.connection_entry(client).expect("it got an entry");
-        let mut expected_frame = syn_frame_with_tsecr(encode_syn_tsecr(own_owner_number(), entry.index.slot()));
+        let mut expected_frame = syn_frame_with_tsecr(encode_syn_tsecr(tested_lb_owner_number(), entry.index.slot()));
         expected_frame[..6].copy_from_slice(&balancer.server_macs[&(0, entry.identity.server)].0);
-        expected_frame[6..12].copy_from_slice(&OWN_MAC.0);
+        expected_frame[6..12].copy_from_slice(&LOAD_BALANCER_MAC.0);
         assert_eq!(xdp_action, XDP_TX);
         assert_eq!(tcp_segment_sum(&forwarded_frame), 0xffff, "round {round}: the checksum is wrong");
         // `tcp_sum` alone would accept 0 and 0xffff as the same sum.
@@ -150,7 +150,7 @@ fn server_learns_the_connection_index_at_any_option_offset() {
 }
 
 #[test]
-fn retransmitted_syn_gets_its_entry_while_its_server_is_eligible() {
+fn retransmitted_syn_keeps_its_entry_while_its_server_is_eligible() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(103, 0);
     let (mut balancer, _) = stateful_balancer(4096, &mut rng);
@@ -164,19 +164,19 @@ fn retransmitted_syn_gets_its_entry_while_its_server_is_eligible() {
         (first_connection.server, Some(first_connection.cookie_index))
     );
     let entry = balancer.connection_entry(first_connection.client).unwrap();
-    assert_eq!((entry.packet_count, entry.last_packet_at), (1, ClockTicks(30)), "it is still half-open");
-    assert_eq!(balancer.lb.scan_used_entry_count(), 51);
+    assert_eq!((entry.packet_count, entry.last_packet_at), (1, DecisecondTicks(30)), "it is still half-open");
+    assert_eq!(balancer.lb.count_used_entries_by_scan(), 51);
 
     let draining_server = Server { mac: Some(balancer.server_macs[&(0, first_connection.server)]), is_eligible: false };
     balancer.lb.set_server(balancer.service_indexes[0], first_connection.server, draining_server);
     let (server, cookie_index) = balancer.send_syn(first_connection.client);
     assert_ne!(server, first_connection.server);
     assert!(cookie_index.is_some_and(|number| number != first_connection.cookie_index));
-    assert_eq!(balancer.lb.scan_used_entry_count(), 52);
+    assert_eq!(balancer.lb.count_used_entries_by_scan(), 52);
 }
 
 #[test]
-fn connection_holds_one_entry_while_few_others_of_its_hash_open() {
+fn retransmitted_syns_hold_one_entry_despite_few_hash_collisions() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(117, 0);
     let (balancer, _) = stateful_balancer(4096, &mut rng);
@@ -197,7 +197,7 @@ fn connection_holds_one_entry_while_few_others_of_its_hash_open() {
                 "round {round}"
             );
         }
-        assert_eq!(balancer.lb.scan_used_entry_count(), 1 + round * other_clients.len());
+        assert_eq!(balancer.lb.count_used_entries_by_scan(), 1 + round * other_clients.len());
     }
 }
 
@@ -214,12 +214,13 @@ fn cookie_of_another_connection_is_unknown() {
         ..LoadBalancerOptions::default()
     };
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
-    let services = [(service_address(VIP), STATEFUL_MODE), (service_address(other_vip), STATEFUL_MODE)];
+    let services =
+        [(service_address(VIP), STATEFUL_SERVICE_SETTINGS), (service_address(other_vip), STATEFUL_SERVICE_SETTINGS)];
     let mut balancer = TestBalancer::without_model(&services, options, &mut rng);
     let server_ids = balancer.replace_servers(0, 4, &mut rng);
     let table = random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
-    balancer.lb.set_owner_number(Some(own_owner_number()));
+    balancer.lb.set_owner_number(Some(tested_lb_owner_number()));
     let opened_connection = balancer.open_connection_with_entry(random_client(&mut rng));
     let mut unknown_count = 0;
     let mut expect_unknown_cookie = |balancer: &TestBalancer, frame: &[u8]| {
@@ -235,7 +236,7 @@ fn cookie_of_another_connection_is_unknown() {
         );
     }
     for slot in (0..1024).filter(|slot| *slot != u32::from(opened_connection.cookie_index) % 1024).step_by(7) {
-        let cookie_index = encode_cookie_index(own_owner_number(), slot);
+        let cookie_index = encode_cookie_index(tested_lb_owner_number(), slot);
         expect_unknown_cookie(&balancer, &frame_with_cookie_index(&balancer, opened_connection.client, cookie_index));
         expect_unknown_cookie(
             &balancer,
@@ -256,9 +257,9 @@ fn cookie_of_another_connection_is_unknown() {
     let mut packet_to_other_vip =
         TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(opened_connection.client, VIP) };
     packet_to_other_vip.destination.set_port(other_vip.1);
-    let (_, _) = balancer.run_frame(&packet_to_other_vip.to_frame());
+    let (_, _) = balancer.process_frame(&packet_to_other_vip.to_frame());
     assert_eq!(balancer.connection_entry(opened_connection.client).unwrap().packet_count, 1);
-    balancer.expect_found_by_index(&opened_connection);
+    balancer.expect_index_leads_to_server(&opened_connection);
 
     // Packets to an unresolved server are dropped, and packets to a removed server are broadcast.
     let service_index = balancer.service_indexes[0];
@@ -280,8 +281,9 @@ fn packet_of_another_table_goes_to_its_owner_or_is_broadcast() {
     broadcast_limits[intf::LIMITED_OWNER_LOST as usize] =
         BroadcastRateLimits::with_equal_rates(PacketRateLimit { packets_per_second: 1, burst_packets: 40 });
     let options = LoadBalancerOptions { broadcast_limits, ..LoadBalancerOptions::default() };
-    let mut balancer = TestBalancer::without_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
-    balancer.lb.set_owner_number(Some(own_owner_number()));
+    let mut balancer =
+        TestBalancer::without_model(&[(service_address(VIP), STATEFUL_SERVICE_SETTINGS)], options, &mut rng);
+    balancer.lb.set_owner_number(Some(tested_lb_owner_number()));
     let (live_owner, lost_owner, unknown_owner) =
         (table_owner_number(9), table_owner_number(0), table_owner_number(15));
     let owner_mac = MacAddress([2, 0, 0, 0, 9, 9]);
@@ -305,12 +307,12 @@ fn packet_of_another_table_goes_to_its_owner_or_is_broadcast() {
 
     // The burst is 40 packets, of which one is used. One more packet is allowed per second.
     let xdp_actions: Vec<i32> =
-        (0..60).map(|_| balancer.run_frame(&frame_with_owner(&balancer, lost_owner, &mut rng)).0).collect();
+        (0..60).map(|_| balancer.process_frame(&frame_with_owner(&balancer, lost_owner, &mut rng)).0).collect();
     let broadcast_count = xdp_actions.iter().filter(|xdp_action| **xdp_action == XDP_TX).count();
     assert!((39..=45).contains(&broadcast_count), "{broadcast_count} of 60 broadcast");
     // On a slow machine the bucket may have new tokens, which the first packets use up.
     let expect_dropped_above_rate = |balancer: &TestBalancer, owner, name: &str, rng: &mut _| {
-        let mut spend_tokens = (0..5).map(|_| balancer.run_frame(&frame_with_owner(balancer, owner, rng)).0);
+        let mut spend_tokens = (0..5).map(|_| balancer.process_frame(&frame_with_owner(balancer, owner, rng)).0);
         assert!(spend_tokens.any(|xdp_action| xdp_action == XDP_DROP), "{name}: five of five are broadcast");
         balancer.expect_unforwarded(&frame_with_owner(balancer, owner, rng), XDP_DROP, 0, name);
     };
@@ -333,25 +335,25 @@ fn connections_are_stateless_without_an_owner_number() {
     let mut rng = seeded_rng(106, 0);
     let (mut balancer, ids) = stateful_balancer(1024, &mut rng);
     balancer.lb.tick_packet_clock(Duration::from_secs(9));
-    assert_eq!(balancer.lb.owner_number(), Some(own_owner_number()));
+    assert_eq!(balancer.lb.owner_number(), Some(tested_lb_owner_number()));
     balancer.lb.set_owner_number(None);
-    assert_eq!((balancer.lb.owner_number(), balancer.lb.packet_clock_ticks()), (None, ClockTicks(90)));
+    assert_eq!((balancer.lb.owner_number(), balancer.lb.packet_clock_ticks()), (None, DecisecondTicks(90)));
     for _ in 0..20 {
         let client = random_client(&mut rng);
         let (server, cookie_index) = balancer.send_syn(client);
         assert_eq!(cookie_index, None);
         // A TSecr that only a load balancer may write is not accepted from a client.
-        let forged_syn = syn_with_tsecr(client, encode_syn_tsecr(own_owner_number(), 3)).to_frame();
-        let (_, forwarded_frame) = balancer.run_expecting_counter(&forged_syn, Some(0), "new_connection");
+        let forged_syn = syn_with_tsecr(client, encode_syn_tsecr(tested_lb_owner_number(), 3)).to_frame();
+        let (_, forwarded_frame) = balancer.process_frame_expecting_counter(&forged_syn, Some(0), "new_connection");
         assert_eq!((read_tsecr(&forwarded_frame), tcp_segment_sum(&forwarded_frame)), (0, 0xffff));
-        balancer.expect_cookie_leads_to(client, server);
+        balancer.expect_cookie_leads_to_server(client, server);
     }
-    assert_eq!(balancer.lb.scan_used_entry_count(), 0);
+    assert_eq!(balancer.lb.count_used_entries_by_scan(), 0);
     // A connection without timestamps gets no entry either.
-    balancer.lb.set_owner_number(Some(own_owner_number()));
+    balancer.lb.set_owner_number(Some(tested_lb_owner_number()));
     let plain_syn = TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), VIP) }.to_frame();
-    balancer.run_expecting_counter(&plain_syn, Some(0), "bucket_hash");
-    assert_eq!(balancer.lb.scan_used_entry_count(), 0);
+    balancer.process_frame_expecting_counter(&plain_syn, Some(0), "bucket_hash");
+    assert_eq!(balancer.lb.count_used_entries_by_scan(), 0);
     assert!(ids.len() > 1);
 }
 
@@ -359,7 +361,7 @@ fn connections_are_stateless_without_an_owner_number() {
 fn expect_stateless_cookie(balancer: &TestBalancer, client: (Ipv4Addr, u16)) {
     let (server, cookie_index) = balancer.send_syn(client);
     assert_eq!(cookie_index, None);
-    balancer.expect_cookie_leads_to(client, server);
+    balancer.expect_cookie_leads_to_server(client, server);
 }
 
 /// Frees the entries of half-open connections, which have had a single packet. Returns the number of freed entries.
@@ -385,7 +387,7 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
     let (mut balancer, _) = stateful_balancer(2048, &mut rng);
     let genuine_connections: Vec<_> =
         (0..700).map(|_| balancer.open_connection_with_entry(random_client(&mut rng))).collect();
-    genuine_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
+    genuine_connections.iter().for_each(|connection| balancer.expect_index_leads_to_server(connection));
     let entries_before: BTreeMap<_, _> = genuine_connections
         .iter()
         .map(|connection| (connection.client, balancer.connection_entry(connection.client).unwrap().identity))
@@ -393,16 +395,16 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
 
     let mut refused_count = 0;
     for _ in 0..5000 {
-        let (xdp_action, forwarded_frame) = balancer.run_frame(&syn_frame(random_client(&mut rng)));
+        let (xdp_action, forwarded_frame) = balancer.process_frame(&syn_frame(random_client(&mut rng)));
         assert_eq!(xdp_action, XDP_TX);
         refused_count += u64::from(read_tsecr(&forwarded_frame) == 0);
     }
     assert_eq!(refused_count, 5000 - (2048 - 700));
-    assert_eq!(balancer.lb.scan_used_entry_count(), 2048, "every partition is full");
+    assert_eq!(balancer.lb.count_used_entries_by_scan(), 2048, "every partition is full");
     assert_eq!(balancer.event_count(0, "connection_table_full"), refused_count);
     for connection in &genuine_connections {
         assert_eq!(balancer.connection_entry(connection.client).unwrap().identity, entries_before[&connection.client]);
-        balancer.expect_found_by_index(connection);
+        balancer.expect_index_leads_to_server(connection);
     }
     // A genuine connection during the flood gets a stateless cookie and works.
     let late_client = random_client(&mut rng);
@@ -413,13 +415,13 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
     assert_eq!(balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 2048), []);
     balancer.lb.tick_packet_clock(Duration::from_secs(10));
     let freed_count = free_half_open_connections(&mut balancer);
-    assert_eq!((freed_count, balancer.lb.scan_used_entry_count()), (2048 - 700, 700));
-    genuine_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
+    assert_eq!((freed_count, balancer.lb.count_used_entries_by_scan()), (2048 - 700, 700));
+    genuine_connections.iter().for_each(|connection| balancer.expect_index_leads_to_server(connection));
     balancer.open_connection_with_entry(random_client(&mut rng));
 }
 
 #[test]
-fn entry_is_freed_once_and_only_if_unchanged() {
+fn connection_entry_is_freed_once_and_only_if_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(108, 0);
     let (mut balancer, _) = stateful_balancer(1024, &mut rng);
@@ -429,10 +431,10 @@ fn entry_is_freed_once_and_only_if_unchanged() {
     let entries_before =
         [first_connection, second_connection].map(|connection| balancer.connection_entry(connection.client).unwrap());
     // The second connection has another packet after its entry was read.
-    balancer.expect_found_by_index(&second_connection);
+    balancer.expect_index_leads_to_server(&second_connection);
     assert_eq!(balancer.lb.free_connections(&[entries_before[0], entries_before[1], entries_before[0]]).unwrap(), 1);
     assert_eq!(balancer.lb.free_connections(&entries_before).unwrap(), 0);
-    balancer.expect_found_by_index(&second_connection);
+    balancer.expect_index_leads_to_server(&second_connection);
     let frame = frame_with_cookie_index(&balancer, first_connection.client, first_connection.cookie_index);
     balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
     assert_eq!(balancer.event_count(0, "connection_unknown"), 1);
@@ -445,7 +447,7 @@ fn entry_is_freed_once_and_only_if_unchanged() {
         (entries_before[0].index, entries_before[0].identity.generation + 1)
     );
     balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
-    balancer.expect_found_by_index(&next_connection);
+    balancer.expect_index_leads_to_server(&next_connection);
     assert_eq!(balancer.lb.free_connections(&entries_before).unwrap(), 0);
     assert_eq!(balancer.connection_entry(next_connection.client).unwrap().packet_count, 2);
 }
@@ -457,7 +459,7 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
     let (mut balancer, _) = stateful_balancer(4096, &mut rng);
     balancer.lb.tick_packet_clock(Duration::ZERO);
     let [half_open, closing, idle] = [(); 3].map(|()| balancer.open_connection_with_entry(random_client(&mut rng)));
-    balancer.expect_found_by_index(&idle);
+    balancer.expect_index_leads_to_server(&idle);
     let fin_frame =
         packet_with_cookie_index(&balancer.fleet_keys, closing.client, closing.cookie_index, ACK | FIN).to_frame();
     balancer.expect_sent_to(0, &fin_frame, closing.server, "connection_table");
@@ -480,14 +482,14 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
         connections_expired_after(&mut balancer, 300),
         reasons_by_client(&[half_open_due, closing_due, idle_due])
     );
-    balancer.expect_found_by_index(&idle);
+    balancer.expect_index_leads_to_server(&idle);
     assert_eq!(connections_expired_after(&mut balancer, 300), reasons_by_client(&[half_open_due, closing_due]));
     balancer.lb.remove_server(balancer.service_indexes[0], idle.server);
     assert_eq!(connections_expired_after(&mut balancer, 300)[&idle.client], ConnectionExpiryReason::ServerGone);
 }
 
 #[test]
-fn removed_service_leaves_no_entries() {
+fn removed_service_leaves_no_connection_entries() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(110, 0);
     for new_services in [vec![], vec![(service_address(VIP), ServiceSettings::default())]] {
@@ -495,10 +497,10 @@ fn removed_service_leaves_no_entries() {
         for _ in 0..100 {
             balancer.open_connection_with_entry(random_client(&mut rng));
         }
-        assert_eq!(balancer.lb.scan_used_entry_count(), 100);
-        balancer.lb.set_services(&[(service_address(VIP), STATEFUL_MODE)]).unwrap();
-        assert_eq!(balancer.lb.scan_used_entry_count(), 100);
+        assert_eq!(balancer.lb.count_used_entries_by_scan(), 100);
+        balancer.lb.set_services(&[(service_address(VIP), STATEFUL_SERVICE_SETTINGS)]).unwrap();
+        assert_eq!(balancer.lb.count_used_entries_by_scan(), 100);
         balancer.lb.set_services(&new_services).unwrap();
-        assert_eq!(balancer.lb.scan_used_entry_count(), 0);
+        assert_eq!(balancer.lb.count_used_entries_by_scan(), 0);
     }
 }

@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use coreward_model::connection_table::{Connection, ConnectionTimeouts, source_prefix_counter_index};
+use coreward_model::connection_table::{ConnectionEntry, ConnectionTimeouts, source_prefix_counter_index};
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
@@ -15,21 +15,21 @@ const CONNECTION_ENTRY_COUNT: u32 = 16_384;
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of ticks in which the whole connection table is searched for expired connections.
 const TICKS_PER_SWEEP: u32 = 10;
-const TICKS_PER_RECOUNT: u32 = 100;
+const TICKS_PER_CONNECTION_RECOUNT: u32 = 100;
 /// Number of SYNs per tick in a flood that would fill the table in two seconds.
 const FLOOD_SYNS_PER_TICK: u32 = CONNECTION_ENTRY_COUNT / 20;
 const GENUINE_SYNS_PER_TICK: u32 = 10;
 
 /// Sends a SYN. Returns the entry's index for cookies, or `None` if the connection got no table entry.
 fn open_connection(balancer: &TestBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
-    let (xdp_action, forwarded_frame) = balancer.run_frame(&syn_frame(client));
+    let (xdp_action, forwarded_frame) = balancer.process_frame(&syn_frame(client));
     assert_eq!(xdp_action, XDP_TX);
     read_cookie_index(&forwarded_frame)
 }
 
 /// Searches the next part of the table for expired connections, and frees their entries.
-fn free_due_connections(balancer: &mut TestBalancer, timers: &ConnectionTimeouts) {
-    let due_connections: Vec<Connection> = balancer
+fn free_expired_connections(balancer: &mut TestBalancer, timers: &ConnectionTimeouts) {
+    let due_connections: Vec<ConnectionEntry> = balancer
         .lb
         .scan_expired_connections(timers, CONNECTION_ENTRY_COUNT / TICKS_PER_SWEEP)
         .into_iter()
@@ -39,7 +39,7 @@ fn free_due_connections(balancer: &mut TestBalancer, timers: &ConnectionTimeouts
 }
 
 /// Returns the longest time that has passed since a connection's last packet, or `None` if there are no connections.
-fn age_of_oldest_connection(balancer: &TestBalancer) -> Option<Duration> {
+fn longest_connection_idle_time(balancer: &TestBalancer) -> Option<Duration> {
     let clock = balancer.lb.packet_clock_ticks();
     balancer
         .lb
@@ -49,7 +49,7 @@ fn age_of_oldest_connection(balancer: &TestBalancer) -> Option<Duration> {
 }
 
 #[test]
-fn flood_of_one_prefix_leaves_entries_and_expires_on_time() {
+fn entries_of_a_flooding_prefix_are_limited_and_expire() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(131, 0);
     let (mut balancer, _) = stateful_balancer(CONNECTION_ENTRY_COUNT.into(), &mut rng);
@@ -74,14 +74,14 @@ fn flood_of_one_prefix_leaves_entries_and_expires_on_time() {
         for client in other_sources.take(GENUINE_SYNS_PER_TICK as usize).map(|address| (address, 4000)) {
             refused_count += u32::from(open_connection(&balancer, client).is_none());
         }
-        let used_entries = balancer.lb.scan_used_entry_count();
+        let used_entries = balancer.lb.count_used_entries_by_scan();
         assert_eq!(balancer.lb.used_entry_count(), used_entries as u64, "the gauge is of now");
         assert!(
             used_entries < CONNECTION_ENTRY_COUNT as usize * 3 / 10,
             "{used_entries} entries in use after {tick} beats"
         );
-        free_due_connections(&mut balancer, &timers);
-        let oldest_connection_age = age_of_oldest_connection(&balancer);
+        free_expired_connections(&mut balancer, &timers);
+        let oldest_connection_age = longest_connection_idle_time(&balancer);
         assert!(
             oldest_connection_age
                 .is_none_or(|oldest| oldest <= timers.half_open + TICK_INTERVAL * (TICKS_PER_SWEEP + 1)),
@@ -108,24 +108,24 @@ fn table_percentage_held_by_prefix(
     for tick in 0..tick_count {
         now += TICK_INTERVAL;
         balancer.lb.tick_packet_clock(now);
-        if tick % TICKS_PER_RECOUNT == 0 {
+        if tick % TICKS_PER_CONNECTION_RECOUNT == 0 {
             balancer.lb.recount_connections();
         }
         balancer.lb.update_source_prefix_limit();
         for n in tick * syns_per_tick..(tick + 1) * syns_per_tick {
             let client = (Ipv4Addr::from(0xc000_0200 + n % address_count), (n / address_count) as u16);
-            let (_, forwarded_frame) = balancer.run_frame(&syn_frame(client));
+            let (_, forwarded_frame) = balancer.process_frame(&syn_frame(client));
             if let Some(cookie_index) = read_cookie_index(&forwarded_frame).filter(|_| completes_handshakes) {
-                balancer.run_frame(&frame_with_cookie_index(&balancer, client, cookie_index));
+                balancer.process_frame(&frame_with_cookie_index(&balancer, client, cookie_index));
             }
         }
         let expired_connections =
             balancer.lb.scan_expired_connections(&timeouts, CONNECTION_ENTRY_COUNT / TICKS_PER_SWEEP);
-        let connections_to_free: Vec<Connection> =
+        let connections_to_free: Vec<ConnectionEntry> =
             expired_connections.into_iter().map(|(connection, _)| connection).collect();
         balancer.lb.free_connections(&connections_to_free).unwrap();
     }
-    balancer.lb.scan_used_entry_count() as f64 * 100.0 / f64::from(CONNECTION_ENTRY_COUNT)
+    balancer.lb.count_used_entries_by_scan() as f64 * 100.0 / f64::from(CONNECTION_ENTRY_COUNT)
 }
 
 #[test]

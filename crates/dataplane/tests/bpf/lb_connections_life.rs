@@ -12,7 +12,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::connection_table::{ClockTicks, Connection, ConnectionTableSize};
+use coreward_model::connection_table::{ConnectionEntry, ConnectionTableSize, DecisecondTicks};
 use coreward_model::cookie::CookieKey;
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -20,12 +20,12 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use rand::Rng;
 
 use crate::support::balancer::{
-    ExpectedIdentification, OWN_MAC, TestBalancer, XDP_TX, server_id_from_number, service_address,
+    ExpectedIdentification, LOAD_BALANCER_MAC, TestBalancer, XDP_TX, server_id_from_number, service_address,
 };
 use crate::support::network::{PinDirectory, VethPair};
 use crate::support::stateful::{
-    EstablishedConnection, STATEFUL_MODE, VIP, frame_with_cookie_index, ipv4_client_endpoint, own_owner_number,
-    random_client, read_cookie_index, stateful_balancer, syn_frame, table_owner_number,
+    EstablishedConnection, STATEFUL_SERVICE_SETTINGS, VIP, frame_with_cookie_index, ipv4_client_endpoint,
+    random_client, read_cookie_index, stateful_balancer, syn_frame, table_owner_number, tested_lb_owner_number,
 };
 use crate::support::{self, SYN, TcpPacket, missing_bpf_rights, skip_if, timestamp_option};
 
@@ -41,7 +41,7 @@ fn concurrent_access_neither_loses_nor_duplicates_slots() {
     skip_if!(missing_bpf_rights());
     // Each thread sends at least this number of SYNs, and continues until enough slots were reused.
     const MIN_SYNS_PER_THREAD: u32 = 20_000;
-    const MIN_OPERATION_COUNT: u64 = 2 * CONNECTION_ENTRY_COUNT;
+    const MIN_TAKEN_ENTRY_COUNT: u64 = 2 * CONNECTION_ENTRY_COUNT;
     const TEST_TIME_LIMIT: Duration = Duration::from_secs(120);
     let mut rng = seeded_rng(120, 0);
     let (mut balancer, _) = stateful_balancer(CONNECTION_ENTRY_COUNT, &mut rng);
@@ -51,7 +51,8 @@ fn concurrent_access_neither_loses_nor_duplicates_slots() {
     let (syn_counter, entry_counter, start_time) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());
     let must_continue = |number: u32| {
         number < MIN_SYNS_PER_THREAD
-            || (entry_counter.load(Ordering::Relaxed) <= MIN_OPERATION_COUNT && start_time.elapsed() < TEST_TIME_LIMIT)
+            || (entry_counter.load(Ordering::Relaxed) <= MIN_TAKEN_ENTRY_COUNT
+                && start_time.elapsed() < TEST_TIME_LIMIT)
     };
     let mut freed_counts_by_client: BTreeMap<(Ipv4Addr, u16), u32> = BTreeMap::new();
     let clients_with_entry: BTreeSet<(Ipv4Addr, u16)> = std::thread::scope(|scope| {
@@ -83,10 +84,10 @@ fn concurrent_access_neither_loses_nor_duplicates_slots() {
         while !is_done.load(Ordering::Relaxed) {
             // About a third of all entries is freed, each of them twice.
             let service_index = balancer.service_indexes[0];
-            let some_connections: Vec<Connection> =
+            let some_connections: Vec<ConnectionEntry> =
                 balancer.lb.connections(service_index).filter(|_| uniform_below(&mut rng, 3) == 0).collect();
-            let used_entry_count = balancer.lb.scan_used_entry_count();
-            let duplicated_connections: Vec<Connection> =
+            let used_entry_count = balancer.lb.count_used_entries_by_scan();
+            let duplicated_connections: Vec<ConnectionEntry> =
                 some_connections.iter().chain(&some_connections).copied().collect();
             // The entries are unchanged, because their clients send only one SYN.
             assert_eq!(balancer.lb.free_connections(&duplicated_connections).unwrap(), some_connections.len());
@@ -110,10 +111,10 @@ fn concurrent_access_neither_loses_nor_duplicates_slots() {
         remaining_clients.union(&clients_with_freed_slots).copied().collect::<BTreeSet<_>>(),
         clients_with_entry
     );
-    assert_eq!(balancer.lb.scan_used_entry_count(), remaining_clients.len());
+    assert_eq!(balancer.lb.count_used_entries_by_scan(), remaining_clients.len());
     let sent_count = syn_counter.into_inner();
     assert!(
-        clients_with_entry.len() as u64 > MIN_OPERATION_COUNT,
+        clients_with_entry.len() as u64 > MIN_TAKEN_ENTRY_COUNT,
         "{} of {sent_count} got an entry",
         clients_with_entry.len()
     );
@@ -131,19 +132,19 @@ fn concurrent_access_neither_loses_nor_duplicates_slots() {
         }
     }
     assert_eq!((remaining_clients.len() + further_clients.len()) as u64, CONNECTION_ENTRY_COUNT);
-    assert_eq!(balancer.lb.scan_used_entry_count() as u64, CONNECTION_ENTRY_COUNT);
+    assert_eq!(balancer.lb.count_used_entries_by_scan() as u64, CONNECTION_ENTRY_COUNT);
 }
 
-fn pinned_options(pins: &PinDirectory, entry_count: u64) -> LoadBalancerOptions {
+fn lb_options_with_pins(pins: &PinDirectory, entry_count: u64) -> LoadBalancerOptions {
     let connection_table_size = ConnectionTableSize::try_from(entry_count).unwrap();
     LoadBalancerOptions { pin_directory: Some(pins.path()), connection_table_size, ..LoadBalancerOptions::default() }
 }
 
-fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
+fn syn_frame_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
     TcpPacket {
         flags: SYN,
         tcp_options: timestamp_option(77, 0),
-        destination_mac: OWN_MAC.0,
+        destination_mac: LOAD_BALANCER_MAC.0,
         ..TcpPacket::new(client, VIP)
     }
     .to_frame()
@@ -152,8 +153,8 @@ fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
 /// Opens a connection at a load balancer. Returns the entry's index for cookies, or `None` if the connection got no
 /// table entry.
 fn open_connection(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
-    lb.set_own_mac(OWN_MAC);
-    let outcome = test_run::run_program(lb.program_fd(), &syn_to_own_mac(client), 1).unwrap();
+    lb.set_own_mac(LOAD_BALANCER_MAC);
+    let outcome = test_run::run_program(lb.program_fd(), &syn_frame_to_own_mac(client), 1).unwrap();
     assert_eq!(outcome.verdict, XDP_TX);
     read_cookie_index(&outcome.packet)
 }
@@ -164,24 +165,24 @@ fn new_process_recovers_slots_and_resizes_empty_table() {
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let mut rng = seeded_rng(121, 0);
     let start_lb_process = |entries| -> anyhow::Result<LoadBalancer> {
-        let mut lb = LoadBalancer::load(pinned_options(&pins, entries))?;
+        let mut lb = LoadBalancer::load(lb_options_with_pins(&pins, entries))?;
         veth_pair.server.run_in_namespace(|| lb.attach("eth0", XdpMode::Auto))?;
         Ok(lb)
     };
     let mut lb = start_lb_process(2048).unwrap();
-    let service_index = lb.set_services(&[(service_address(VIP), STATEFUL_MODE)]).unwrap()[0];
+    let service_index = lb.set_services(&[(service_address(VIP), STATEFUL_SERVICE_SETTINGS)]).unwrap()[0];
     let server_ids = [server_id_from_number(7), server_id_from_number(8)];
     for server in server_ids {
         lb.set_server(service_index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });
     }
     let table = support::balancer::random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
     lb.install_table(service_index, &table).unwrap();
-    lb.set_owner_number(Some(own_owner_number()));
+    lb.set_owner_number(Some(tested_lb_owner_number()));
     lb.tick_packet_clock(Duration::from_secs(60));
     let hash_key = lb.connection_hash_key();
     let clients: Vec<_> = (0..100).map(|_| random_client(&mut rng)).collect();
     clients.iter().for_each(|client| assert!(open_connection(&mut lb, *client).is_some()));
-    let connections_before: Vec<Connection> = lb.connections(service_index).collect();
+    let connections_before: Vec<ConnectionEntry> = lb.connections(service_index).collect();
     assert_eq!(connections_before.len(), 100);
     let table_size = lb.connection_table_size();
     drop(lb);
@@ -197,7 +198,7 @@ fn new_process_recovers_slots_and_resizes_empty_table() {
     assert!(lb.is_state_taken_over());
     assert_eq!(
         (lb.owner_number(), lb.packet_clock_ticks(), lb.connection_hash_key() == hash_key),
-        (Some(own_owner_number()), ClockTicks(600), true)
+        (Some(tested_lb_owner_number()), DecisecondTicks(600), true)
     );
     assert_eq!(lb.connections(service_index).collect::<Vec<_>>(), connections_before[10..]);
     let pinned_connections = PinnedConnectionTable::open(&pins.path()).unwrap();
@@ -205,7 +206,7 @@ fn new_process_recovers_slots_and_resizes_empty_table() {
     assert_eq!(pinned_connections.connections(service_address((VIP.0, 81))).next(), None);
     assert_eq!(
         (pinned_connections.packet_clock_ticks(), pinned_connections.table_size().entry_count()),
-        (ClockTicks(600), 2048)
+        (DecisecondTicks(600), 2048)
     );
     let first_opened_count =
         (0..20_000).filter(|number| open_connection(&mut lb, client_of_thread(1, *number)).is_some()).count();
@@ -238,7 +239,7 @@ fn new_process_recovers_slots_and_resizes_empty_table() {
 fn restart_with_empty_table(previous_balancer: &TestBalancer, ids: &[ServerId], rng: &mut impl Rng) -> TestBalancer {
     let connection_key = Some(CookieKey { k0: rng.next_u64(), k1: rng.next_u64() });
     let mut restarted_balancer = TestBalancer::with_model(
-        &[(service_address(VIP), STATEFUL_MODE)],
+        &[(service_address(VIP), STATEFUL_SERVICE_SETTINGS)],
         LoadBalancerOptions {
             connection_table_size: previous_balancer.lb.connection_table_size(),
             connection_hash_key: connection_key,
@@ -274,7 +275,7 @@ fn new_maps_have_a_new_random_hash_key() {
 }
 
 /// Asserts that packets of the established `connections` are broadcast, or dropped above the rate limit.
-fn expect_broadcast(
+fn expect_packets_broadcast(
     tested_balancer: &TestBalancer,
     connections: &[EstablishedConnection],
     source_mac: Option<MacAddress>,
@@ -302,21 +303,24 @@ fn packets_of_connections_before_a_reboot_are_broadcast() {
         (0..3000).map(|_| previous_balancer.open_connection_with_entry(random_client(&mut rng))).collect();
     let mut restarted_balancer = restart_with_empty_table(&previous_balancer, &ids, &mut rng);
     // The controller has not sent the owner number yet.
-    expect_broadcast(&restarted_balancer, &old_connections, None);
+    expect_packets_broadcast(&restarted_balancer, &old_connections, None);
     assert_eq!(restarted_balancer.event_count(0, "connection_unknown"), 0);
     // The balancer has its former owner number, and every former index names an entry of another connection.
-    restarted_balancer.lb.set_owner_number(Some(own_owner_number()));
-    while restarted_balancer.lb.scan_used_entry_count() < CONNECTION_ENTRY_COUNT as usize {
+    restarted_balancer.lb.set_owner_number(Some(tested_lb_owner_number()));
+    while restarted_balancer.lb.count_used_entries_by_scan() < CONNECTION_ENTRY_COUNT as usize {
         restarted_balancer.send_syn(random_client(&mut rng));
     }
-    expect_broadcast(&restarted_balancer, &old_connections, None);
+    expect_packets_broadcast(&restarted_balancer, &old_connections, None);
     assert_eq!(restarted_balancer.event_count(0, "connection_unknown"), old_connections.len() as u64);
 
     // A peer sends packets with such an index to the owner, which broadcasts the packets instead of returning them.
-    let (mut peer, owner_mac, peer_mac) =
-        (restart_with_empty_table(&previous_balancer, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
+    let (mut peer, owner_mac, peer_mac) = (
+        restart_with_empty_table(&previous_balancer, &ids, &mut rng),
+        MacAddress([2, 0, 0, 0, 5, 5]),
+        LOAD_BALANCER_MAC,
+    );
     peer.lb.set_owner_number(Some(table_owner_number(9)));
-    peer.lb.set_owner_mac(own_owner_number(), Some(owner_mac));
+    peer.lb.set_owner_mac(tested_lb_owner_number(), Some(owner_mac));
     for connection in &old_connections {
         peer.expect_sent_to_mac(
             &frame_with_cookie_index(&peer, connection.client, connection.cookie_index),
@@ -325,5 +329,5 @@ fn packets_of_connections_before_a_reboot_are_broadcast() {
         );
     }
     restarted_balancer.lb.set_owner_mac(table_owner_number(9), Some(peer_mac));
-    expect_broadcast(&restarted_balancer, &old_connections, Some(peer_mac));
+    expect_packets_broadcast(&restarted_balancer, &old_connections, Some(peer_mac));
 }

@@ -4,15 +4,15 @@ use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::lb::LoadBalancerOptions;
-use coreward_model::connection_table::{ClockTicks, Connection, ConnectionTableSize, ConnectionTimeouts};
+use coreward_model::connection_table::{ConnectionEntry, ConnectionTableSize, ConnectionTimeouts, DecisecondTicks};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng;
 
 use crate::support::balancer::{ExpectedIdentification, TestBalancer, random_placement_table, service_address};
 use crate::support::stateful::{
-    ClientEndpoint, EstablishedConnection, STATEFUL_MODE, VIP, frame_with_cookie_index, ipv4_client_endpoint,
-    own_owner_number, packet_with_cookie_index, random_client, stateful_balancer,
+    ClientEndpoint, EstablishedConnection, STATEFUL_SERVICE_SETTINGS, VIP, frame_with_cookie_index,
+    ipv4_client_endpoint, packet_with_cookie_index, random_client, stateful_balancer, tested_lb_owner_number,
 };
 use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
@@ -24,14 +24,14 @@ const CONNECTIONS_TO_EXAMINE_PARTITION: usize = 1024 / 4;
 fn balancer_with_full_table(start: Duration, rng: &mut impl Rng) -> (TestBalancer, Vec<EstablishedConnection>) {
     let (mut balancer, _) = stateful_balancer(CONNECTION_ENTRY_COUNT, rng);
     balancer.lb.tick_packet_clock(start);
-    let opened_connections = fill_table(&balancer, rng);
+    let opened_connections = fill_connection_table(&balancer, rng);
     (balancer, opened_connections)
 }
 
 /// Opens connections until no entry is free. Returns the connections that got an entry.
-fn fill_table(balancer: &TestBalancer, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
+fn fill_connection_table(balancer: &TestBalancer, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
     let mut opened_connections = Vec::new();
-    while balancer.lb.scan_used_entry_count() < CONNECTION_ENTRY_COUNT as usize {
+    while balancer.lb.count_used_entries_by_scan() < CONNECTION_ENTRY_COUNT as usize {
         let client = random_client(rng);
         let (server, number) = balancer.send_syn(client);
         opened_connections.extend(number.map(|number| EstablishedConnection { client, server, cookie_index: number }));
@@ -69,9 +69,9 @@ fn new_connection_reuses_expired_entry_if_sweeps_stop() {
         (full_table_count + 100, 200)
     );
 
-    new_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
+    new_connections.iter().for_each(|connection| balancer.expect_index_leads_to_server(connection));
     assert_eq!(
-        (balancer.lb.used_entry_count(), balancer.lb.scan_used_entry_count()),
+        (balancer.lb.used_entry_count(), balancer.lb.count_used_entries_by_scan()),
         (CONNECTION_ENTRY_COUNT, CONNECTION_ENTRY_COUNT as usize)
     );
     let lost_connections: Vec<_> = initial_connections
@@ -90,7 +90,7 @@ fn open_connections_lose_entries_only_if_sweeps_stop() {
     let (start_time, timers) = (Duration::from_secs(1000), ConnectionTimeouts::default());
     let (mut balancer, connections) = balancer_with_full_table(start_time, &mut rng);
     let (closing_connections, live_connections) = connections.split_at(connections.len() / 2);
-    live_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
+    live_connections.iter().for_each(|connection| balancer.expect_index_leads_to_server(connection));
     for connection in closing_connections {
         let fin_frame =
             packet_with_cookie_index(&balancer.fleet_keys, connection.client, connection.cookie_index, ACK | FIN)
@@ -115,7 +115,7 @@ fn open_connections_lose_entries_only_if_sweeps_stop() {
         let reusing_connections = open_connections(&balancer, 8 * CONNECTIONS_TO_EXAMINE_PARTITION, &mut rng);
         assert_eq!(reusing_connections.len(), expected_count, "after {idle_time:?}");
         // A packet establishes the new connections, so that they are idle for less time than the others.
-        reusing_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
+        reusing_connections.iter().for_each(|connection| balancer.expect_index_leads_to_server(connection));
     }
 }
 
@@ -131,7 +131,7 @@ fn reused_entry_counts_for_its_new_source_prefix() {
         balancer.send_syn(flood_client_endpoint(number));
     }
     assert_eq!(
-        balancer.lb.scan_used_entry_count(),
+        balancer.lb.count_used_entries_by_scan(),
         CONNECTION_ENTRY_COUNT as usize,
         "one prefix holds all: no limit is set yet"
     );
@@ -139,7 +139,7 @@ fn reused_entry_counts_for_its_new_source_prefix() {
     balancer.lb.tick_packet_clock(start_time + ConnectionTimeouts::default().half_open);
     assert_eq!(balancer.send_syn(flood_client_endpoint(20_000)).1, None);
     assert_eq!(balancer.event_count(0, "connection_source_limited"), 1, "a full table gives each prefix one entry");
-    let is_from_flood = |connection: &Connection| ipv4_client_endpoint(connection).0.octets()[..3] == [192, 0, 2];
+    let is_from_flood = |connection: &ConnectionEntry| ipv4_client_endpoint(connection).0.octets()[..3] == [192, 0, 2];
     while balancer.lb.connections(balancer.service_indexes[0]).any(|connection| is_from_flood(&connection)) {
         balancer.send_syn(random_client(&mut rng));
     }
@@ -147,7 +147,7 @@ fn reused_entry_counts_for_its_new_source_prefix() {
     assert!(balancer.send_syn(flood_client_endpoint(20_001)).1.is_some(), "the prefix holds none");
     assert_eq!(balancer.send_syn(flood_client_endpoint(20_002)).1, None, "it holds one");
     assert_eq!(
-        (balancer.lb.used_entry_count(), balancer.lb.scan_used_entry_count()),
+        (balancer.lb.used_entry_count(), balancer.lb.count_used_entries_by_scan()),
         (CONNECTION_ENTRY_COUNT, CONNECTION_ENTRY_COUNT as usize)
     );
 }
@@ -161,15 +161,16 @@ fn packets_update_the_clock_without_a_daemon() {
         packets_read_clock: true,
         ..LoadBalancerOptions::default()
     };
-    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    let mut balancer =
+        TestBalancer::with_model(&[(service_address(VIP), STATEFUL_SERVICE_SETTINGS)], options, &mut rng);
     let server_ids = balancer.replace_servers(0, 3, &mut rng);
     balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
-    balancer.lb.set_owner_number(Some(own_owner_number()));
+    balancer.lb.set_owner_number(Some(tested_lb_owner_number()));
     let (connection, start_time) = (balancer.open_connection_with_entry(random_client(&mut rng)), Instant::now());
     let first_time = balancer.lb.packet_clock_ticks();
-    assert_ne!(first_time, ClockTicks(0), "the SYN read the clock");
+    assert_ne!(first_time, DecisecondTicks(0), "the SYN read the clock");
     while start_time.elapsed() < Duration::from_secs(1) {
-        balancer.expect_found_by_index(&connection);
+        balancer.expect_index_leads_to_server(&connection);
     }
     let elapsed_ticks = balancer.lb.packet_clock_ticks().saturating_duration_since(first_time);
     assert!(

@@ -44,7 +44,7 @@ fn new_connections_go_to_the_models_server() {
             let table = random_placement_table(rule, generation, group_count, &server_ids, &mut rng);
             let mut placement_state = PlacementTableState::for_table(&table);
             // The round robin counter continues from table to table.
-            placement_state.round_robin_counter = balancer.round_robin_count;
+            placement_state.round_robin_counter = balancer.round_robin_connection_count;
             balancer.install_table(0, &table);
             for _ in 0..450 {
                 let client = random_client(&mut rng);
@@ -55,7 +55,7 @@ fn new_connections_go_to_the_models_server() {
                     table.select_server(&mut placement_state, &four_tuple_to_vip(client)).expect("there are members");
                 balancer.expect_sent_to(0, &syn_frame(client), chosen_server, "new_connection");
             }
-            balancer.round_robin_count = placement_state.round_robin_counter;
+            balancer.round_robin_connection_count = placement_state.round_robin_counter;
         }
     }
 }
@@ -71,7 +71,7 @@ fn connection_without_timestamps_stays_at_its_buckets_server() {
         balancer.install_table(0, &table);
         for _ in 0..200 {
             let client = random_client(&mut rng);
-            let chosen_server = table.consistent_server(&four_tuple_to_vip(client)).expect("one per bucket");
+            let chosen_server = table.select_consistent_server(&four_tuple_to_vip(client)).expect("one per bucket");
             let previous_server_identification = ExpectedIdentification::PreviousServer(
                 support::balancer::previous_server(&table, &four_tuple_to_vip(client)),
             );
@@ -99,7 +99,7 @@ fn connection_without_timestamps_stays_at_its_buckets_server() {
     }
     // Packets to an unresolved server are dropped, because no other server has the connection.
     let client = random_client(&mut rng);
-    let chosen_server = newest_placement_table(&balancer).consistent_server(&four_tuple_to_vip(client)).unwrap();
+    let chosen_server = newest_placement_table(&balancer).select_consistent_server(&four_tuple_to_vip(client)).unwrap();
     balancer.lb.set_server(balancer.service_indexes[0], chosen_server, Server { mac: None, is_eligible: true });
     let frame = TcpPacket::new(client, VIP).to_frame();
     balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
@@ -124,7 +124,7 @@ fn established_packets_follow_the_cookie_not_the_table() {
         }
         let client = random_client(&mut rng);
         let server = server_ids[uniform_below(&mut rng, server_ids.len() as u32) as usize];
-        let tsecr = balancer.stamp_by_random_key(&four_tuple_to_vip(client), server, &mut rng);
+        let tsecr = balancer.stamp_tsval_by_random_key(&four_tuple_to_vip(client), server, &mut rng);
         // The timestamp has aligned and other offsets. Packets have IP options, and come with and without payload.
         let aligned_option = aligned_timestamp_option(rng.next_u32(), tsecr);
         let timestamp_option = timestamp_option(rng.next_u32(), tsecr);
@@ -150,7 +150,7 @@ fn established_packets_follow_the_cookie_not_the_table() {
 }
 
 #[test]
-fn random_tsecr_values_have_the_models_outcome() {
+fn packets_with_random_tsecr_have_the_models_outcome() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(4, 0);
     let mut balancer = TestBalancer::new(&[VIP], &mut rng);
@@ -272,8 +272,8 @@ fn new_connection_without_table_or_members_is_dropped() {
     let server_ids = balancer.replace_servers(0, 4, &mut rng);
     let mut table = random_placement_table(PlacementRule::LeastAssigned, 1, 1, &server_ids, &mut rng);
     table.members.clear();
-    table.consistent_servers.clear();
-    table.previous_consistent_servers.clear();
+    table.consistent_server_by_bucket.clear();
+    table.previous_consistent_server_by_bucket.clear();
     balancer.install_table(0, &table);
     balancer.expect_unforwarded(&syn_frame(some_client), XDP_DROP, 0, "drop_no_eligible_server");
     assert_eq!(balancer.lb.placement_table_generation(balancer.service_indexes[0]), None);
@@ -338,7 +338,7 @@ fn broadcasts_are_rate_limited_and_resume_later() {
     let mut balancer = TestBalancer::without_model(&services, options, &mut rng);
     let rst_frame = TcpPacket { flags: RST, ..TcpPacket::new(random_client(&mut rng), VIP) }.to_frame();
     let count_broadcasts = |balancer: &mut TestBalancer, count: usize| {
-        (0..count).filter(|_| balancer.run_frame(&rst_frame).0 == XDP_TX).count()
+        (0..count).filter(|_| balancer.process_frame(&rst_frame).0 == XDP_TX).count()
     };
     let start_time = std::time::Instant::now();
     let broadcast_count = count_broadcasts(&mut balancer, 200);
@@ -362,9 +362,9 @@ fn changed_mac_address_is_used_for_the_next_packet() {
     let mut balancer = TestBalancer::new(&[VIP], &mut rng);
     let server = balancer.replace_servers(0, 1, &mut rng)[0];
     let client = random_client(&mut rng);
-    balancer.expect_cookie_leads_to(client, server);
+    balancer.expect_cookie_leads_to_server(client, server);
     let new_mac = MacAddress([0x02, 1, 2, 3, 4, 5]);
     balancer.server_macs.insert((0, server), new_mac);
     balancer.lb.set_server(balancer.service_indexes[0], server, Server { mac: Some(new_mac), is_eligible: false });
-    balancer.expect_cookie_leads_to(client, server);
+    balancer.expect_cookie_leads_to_server(client, server);
 }

@@ -10,10 +10,10 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::ConnectionHash;
-use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper, ServiceSettings};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng;
 
@@ -30,7 +30,7 @@ const WEB_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const DNS_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
 
 fn udp_service(vip: (Ipv4Addr, u16)) -> (ServiceAddress, ServiceSettings) {
-    let protocol = Protocol::Udp;
+    let protocol = TransportProtocol::Udp;
     (ServiceAddress { protocol, ..service_address(vip) }, ServiceSettings::default_for_protocol(protocol))
 }
 
@@ -51,18 +51,18 @@ fn reply_frame(client: (Ipv4Addr, u16), server: MacAddress, flags: u8, tsval: u3
     frame
 }
 
-fn tested_service_modes() -> [ServiceSettings; 4] {
+fn tested_service_settings() -> [ServiceSettings; 4] {
     [
         ServiceSettings::default(),
-        ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() },
+        ServiceSettings { timestamps: CookieStamper::Off, ..ServiceSettings::default() },
         ServiceSettings { consistency: ConsistencyMode::Stateful, ..ServiceSettings::default() },
-        ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() },
+        ServiceSettings { timestamps: CookieStamper::LoadBalancer, ..ServiceSettings::default() },
     ]
 }
 
 /// Asserts that an established connection stays at its server, and that a new connection with the same ports avoids the
 /// servers that take no new connections.
-fn expect_old_flow_stays_and_new_flow_avoids(
+fn expect_only_new_flow_moves(
     balancer: &TestBalancer,
     mode: ServiceSettings,
     [syn, ack]: &[Vec<u8>; 2],
@@ -70,7 +70,7 @@ fn expect_old_flow_stays_and_new_flow_avoids(
     refusing_macs: &[MacAddress],
 ) {
     // With LB-side stamping, only servers' replies make flow table entries, and this test sends no replies.
-    let uses_flow_table = mode.timestamps != TimestampOrigin::LoadBalancer;
+    let uses_flow_table = mode.timestamps != CookieStamper::LoadBalancer;
     assert!(
         !uses_flow_table || balancer.forward_frame(ack) == previous_destination,
         "{mode:?}: what is established stays"
@@ -90,14 +90,14 @@ fn expect_old_flow_stays_and_new_flow_avoids(
 fn syn_avoids_servers_that_take_no_new_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(111, 0);
-    for (mode, has_new_table) in tested_service_modes().into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+    for (mode, has_new_table) in tested_service_settings().into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
         let mut balancer =
             TestBalancer::with_model(&[(service_address(WEB_VIP), mode)], LoadBalancerOptions::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 6, &mut rng);
         // Random tables are drawn until every server has a bucket.
         let table =
             std::iter::repeat_with(|| random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng))
-                .find(|table| server_ids.iter().all(|id| table.consistent_servers.contains(id)))
+                .find(|table| server_ids.iter().all(|id| table.consistent_server_by_bucket.contains(id)))
                 .unwrap();
         balancer.install_table(0, &table);
         let flows_with_frames: Vec<_> = (0..400)
@@ -107,7 +107,7 @@ fn syn_avoids_servers_that_take_no_new_connections() {
         let destinations_before: Vec<_> = flows_with_frames
             .iter()
             .map(|[syn, ack]| {
-                balancer.run_frame(syn);
+                balancer.process_frame(syn);
                 balancer.forward_frame(ack)
             })
             .collect();
@@ -120,13 +120,13 @@ fn syn_avoids_servers_that_take_no_new_connections() {
         }
         assert!(refusing_macs.iter().all(|mac| destinations_before.contains(mac)));
         for (frames, previous_destination) in flows_with_frames.iter().zip(destinations_before) {
-            expect_old_flow_stays_and_new_flow_avoids(&balancer, mode, frames, previous_destination, &refusing_macs);
+            expect_only_new_flow_moves(&balancer, mode, frames, previous_destination, &refusing_macs);
         }
     }
 }
 
 fn balancer_with_lb_stamping(rng: &mut impl Rng) -> TestBalancer {
-    let lb_stamping_mode = ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() };
+    let lb_stamping_mode = ServiceSettings { timestamps: CookieStamper::LoadBalancer, ..ServiceSettings::default() };
     let mut balancer =
         TestBalancer::with_model(&[(service_address(WEB_VIP), lb_stamping_mode)], LoadBalancerOptions::default(), rng);
     balancer.lb.set_time_key(balancer.service_indexes[0], FOREIGN_TIME_KEY);
@@ -234,7 +234,7 @@ fn forged_syn_does_not_move_an_open_connection() {
 
 /// A draining server may have an older connection with the same ports. The new server can forward its packets there.
 #[test]
-fn syn_moved_from_draining_server_contains_it_as_previous() {
+fn syn_names_draining_server_as_previous_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(112, 0);
     let mut balancer = TestBalancer::new(&[WEB_VIP], &mut rng);
@@ -243,10 +243,10 @@ fn syn_moved_from_draining_server_contains_it_as_previous() {
     balancer.install_table(0, &table);
     let new_four_tuple = |client| FourTuple::ipv4(client, WEB_VIP);
     let client_address = std::iter::repeat_with(|| random_client(&mut rng))
-        .find(|client| table.consistent_server(&new_four_tuple(*client)) == Some(server_ids[0]))
+        .find(|client| table.select_consistent_server(&new_four_tuple(*client)) == Some(server_ids[0]))
         .unwrap();
     let build_frame = |flags| TcpPacket { flags, ..TcpPacket::new(client_address, WEB_VIP) }.to_frame();
-    balancer.run_frame(&build_frame(ACK));
+    balancer.process_frame(&build_frame(ACK));
     drain_server(&mut balancer, server_ids[0]);
     let first_destination = balancer.forward_frame(&build_frame(SYN));
     let destination_id =
@@ -275,8 +275,9 @@ fn flood_evicts_no_connection_known_only_to_the_flow_table() {
     let table = random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
     drain_server(&mut balancer, server_ids[0]);
-    let is_placed_at_draining =
-        |client: &(Ipv4Addr, u16)| table.consistent_server(&FourTuple::ipv4(*client, WEB_VIP)) == Some(server_ids[0]);
+    let is_placed_at_draining = |client: &(Ipv4Addr, u16)| {
+        table.select_consistent_server(&FourTuple::ipv4(*client, WEB_VIP)) == Some(server_ids[0])
+    };
     let clients: Vec<_> =
         std::iter::repeat_with(|| random_client(&mut rng)).filter(is_placed_at_draining).take(20).collect();
     let build_frame = |client, flags| TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.to_frame();
@@ -284,7 +285,7 @@ fn flood_evicts_no_connection_known_only_to_the_flow_table() {
         clients.iter().map(|client| balancer.forward_frame(&build_frame(*client, SYN))).collect();
     assert!(!destinations_before.contains(&balancer.server_macs[&(0, server_ids[0])]));
     for _ in 0..10 * FLOW_TABLE_ENTRY_COUNT {
-        balancer.run_frame(&build_frame(random_client(&mut rng), ACK));
+        balancer.process_frame(&build_frame(random_client(&mut rng), ACK));
     }
     let destinations_after: Vec<_> =
         clients.iter().map(|client| balancer.forward_frame(&build_frame(*client, ACK))).collect();
@@ -324,8 +325,8 @@ fn udp_flow_leaves_down_server_but_stays_at_draining_server() {
     // When all servers count as down, flows stay at their servers.
     let mut table_without_members = random_placement_table(PlacementRule::RoundRobin, 4, 1, &server_ids[1..], &mut rng);
     table_without_members.members.clear();
-    table_without_members.consistent_servers.clear();
-    table_without_members.previous_consistent_servers.clear();
+    table_without_members.consistent_server_by_bucket.clear();
+    table_without_members.previous_consistent_server_by_bucket.clear();
     table_without_members.down_servers = server_ids[1..].to_vec();
     balancer.install_table(0, &table_without_members);
     assert_eq!(frames.iter().map(|frame| balancer.forward_frame(frame)).collect::<Vec<_>>(), destinations_after);
@@ -342,29 +343,30 @@ fn idle_udp_flow_expires() {
     let idle_time = Duration::from_millis(100 * u64::from(intf::FLOW_IDLE_UDP_TICKS));
     let mut now = Duration::from_secs(1000);
     balancer.lb.tick_packet_clock(now);
-    balancer.run_expecting_counter(&frame, Some(0), "new_connection");
+    balancer.process_frame_expecting_counter(&frame, Some(0), "new_connection");
     for _ in 0..3 {
         now += idle_time;
         balancer.lb.tick_packet_clock(now);
-        balancer.run_expecting_counter(&frame, Some(0), "flow_table");
+        balancer.process_frame_expecting_counter(&frame, Some(0), "flow_table");
     }
     balancer.lb.tick_packet_clock(now + idle_time + Duration::from_millis(100));
-    balancer.run_expecting_counter(&frame, Some(0), "new_connection");
+    balancer.process_frame_expecting_counter(&frame, Some(0), "new_connection");
 }
 
 /// Number of entries of the flow table, which the flooded services share with the DNS service.
-const FLOODED_TABLE_ENTRY_COUNT: u32 = 1 << 15;
+const FLOODED_FLOW_TABLE_ENTRY_COUNT: u32 = 1 << 15;
 
 /// Returns clients of the DNS service whose flows get entries. At most two flows per set of eight entries are used,
 /// because each service keeps two entries of a set independently of other services' packets.
-fn clients_with_free_entries(balancer: &TestBalancer, rng: &mut impl Rng) -> Vec<(Ipv4Addr, u16)> {
+fn clients_with_free_flow_entries(balancer: &TestBalancer, rng: &mut impl Rng) -> Vec<(Ipv4Addr, u16)> {
     let (hash_key, dns_index) = (balancer.lb.connection_hash_key(), balancer.service_indexes[0].as_u16());
     let mut flows_by_set: HashMap<u64, u32> = HashMap::new();
     let mut has_free_entry = |client: (Ipv4Addr, u16)| {
         let connection_hash = ConnectionHash::new(&hash_key, dns_index, client.into());
         let flows_in_set = flows_by_set
             .entry(
-                (u64::from(connection_hash.low_half()) * u64::from(FLOODED_TABLE_ENTRY_COUNT / intf::FLOW_SET_ENTRIES))
+                (u64::from(connection_hash.low_half())
+                    * u64::from(FLOODED_FLOW_TABLE_ENTRY_COUNT / intf::FLOW_SET_ENTRIES))
                     >> 32,
             )
             .or_default();
@@ -379,7 +381,7 @@ fn clients_with_free_entries(balancer: &TestBalancer, rng: &mut impl Rng) -> Vec
 fn flood_of_one_service_moves_no_udp_flow_of_another_service() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(115, 0);
-    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
+    let timestamps_off_mode = ServiceSettings { timestamps: CookieStamper::Off, ..ServiceSettings::default() };
     let hash_table_mode = ServiceSettings { consistency: ConsistencyMode::HashTable, ..ServiceSettings::default() };
     let flooded_vips: [(Ipv4Addr, u16); 4] = [80, 81, 82, 5353].map(|port| (WEB_VIP.0, port));
     let services = [
@@ -389,28 +391,30 @@ fn flood_of_one_service_moves_no_udp_flow_of_another_service() {
         (service_address(flooded_vips[2]), hash_table_mode),
         udp_service(flooded_vips[3]),
     ];
-    let options =
-        LoadBalancerOptions { flow_table_entry_count: FLOODED_TABLE_ENTRY_COUNT, ..LoadBalancerOptions::default() };
+    let options = LoadBalancerOptions {
+        flow_table_entry_count: FLOODED_FLOW_TABLE_ENTRY_COUNT,
+        ..LoadBalancerOptions::default()
+    };
     let mut balancer = TestBalancer::with_model(&services, options, &mut rng);
     for position in 0..services.len() {
         let server_ids = balancer.replace_servers(position, 5, &mut rng);
         balancer
             .install_table(position, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     }
-    let clients = clients_with_free_entries(&balancer, &mut rng);
+    let clients = clients_with_free_flow_entries(&balancer, &mut rng);
     let flow_frames: Vec<_> = clients.into_iter().map(|client| UdpDatagram::new(client, DNS_VIP).to_frame()).collect();
     let destinations_before: Vec<_> = flow_frames.iter().map(|frame| balancer.forward_frame(frame)).collect();
     let mut output_buffer = vec![0; 2048];
     for (vip, (address, _)) in flooded_vips.iter().zip(&services[1..]) {
         let flags = if *vip == flooded_vips[2] { SYN } else { ACK };
-        for _ in 0..FLOODED_TABLE_ENTRY_COUNT * 10 / 4 {
+        for _ in 0..FLOODED_FLOW_TABLE_ENTRY_COUNT * 10 / 4 {
             let client = random_client(&mut rng);
             let frame = match address.protocol {
-                Protocol::Udp => UdpDatagram::new(client, *vip).to_frame(),
-                Protocol::Tcp => TcpPacket { flags, ..TcpPacket::new(client, *vip) }.to_frame(),
+                TransportProtocol::Udp => UdpDatagram::new(client, *vip).to_frame(),
+                TransportProtocol::Tcp => TcpPacket { flags, ..TcpPacket::new(client, *vip) }.to_frame(),
             };
             let (xdp_action, _) =
-                test_run::run_into_buffer(balancer.lb.program_fd(), &frame, &mut output_buffer).unwrap();
+                test_run::run_program_into_buffer(balancer.lb.program_fd(), &frame, &mut output_buffer).unwrap();
             assert_eq!(xdp_action, XDP_TX);
         }
         let destinations_after = flow_frames.iter().map(|frame| balancer.forward_frame(frame));
@@ -430,7 +434,7 @@ fn client_may_answer_either_the_stamped_or_unstamped_syn_ack() {
     let [stamped_mac, plain_mac] = [1, 2].map(|number| balancer.server_macs[&(0, server_id_from_number(number))]);
     let send_reply = |client, server: MacAddress, flags, tsval, counter| {
         let frame = reply_frame(client, server, flags, tsval);
-        let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
+        let (xdp_action, packet) = balancer.process_frame_expecting_counter(&frame, Some(0), counter);
         assert_eq!(xdp_action, XDP_PASS);
         read_u32(&packet, tsval_offset(&packet).unwrap())
     };
@@ -444,7 +448,7 @@ fn client_may_answer_either_the_stamped_or_unstamped_syn_ack() {
         let send_to_server = |tsecr, server: MacAddress, counter| {
             let frame =
                 TcpPacket { tcp_options: timestamp_option(7, tsecr), ..TcpPacket::new(client, WEB_VIP) }.to_frame();
-            let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
+            let (xdp_action, packet) = balancer.process_frame_expecting_counter(&frame, Some(0), counter);
             assert_eq!((xdp_action, &packet[..6]), (XDP_TX, &server.0[..]), "round {round}");
         };
         let stamped_tsval = send_reply(client, stamped_mac, SYN | ACK, known_tsval, "reply_stamped");

@@ -11,11 +11,11 @@ use coreward_model::{FourTuple, ServerId};
 use rand::Rng;
 
 use crate::support::balancer::{
-    OWN_MAC, TestBalancer, XDP_DROP, XDP_TX, random_placement_table, server_id_from_number, service_address,
+    LOAD_BALANCER_MAC, TestBalancer, XDP_DROP, XDP_TX, random_placement_table, server_id_from_number, service_address,
 };
 use crate::support::tunnel::{
-    ETHERNET_HEADER_BYTES, OWN_OUTER_ADDRESSES, TunnelVariant, address_octets, client_socket_address, ip_header_bytes,
-    own_outer_address, server_outer_address, service_vip, set_traffic_class,
+    ETHERNET_HEADER_BYTES, LB_OUTER_SOURCE_ADDRESSES, TunnelVariant, address_octets, client_socket_address,
+    ip_header_bytes, own_outer_address, server_outer_address, service_vip, set_traffic_class,
 };
 use crate::support::{
     ACK, AddressFamily, FOREIGN_TIME_KEY, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights,
@@ -24,15 +24,15 @@ use crate::support::{
 
 const MTU_BYTES: usize = 1500;
 
-fn service_mode(variant: TunnelVariant) -> ServiceSettings {
+fn settings_for_tunnel(variant: TunnelVariant) -> ServiceSettings {
     ServiceSettings { forwarding: variant.forwarding, ..ServiceSettings::default() }
 }
 
 fn balancer_and_table(variant: TunnelVariant) -> (TestBalancer, PlacementTable) {
-    balancer_and_table_with_mode(variant, service_mode(variant), MTU_BYTES)
+    balancer_and_table_with_settings(variant, settings_for_tunnel(variant), MTU_BYTES)
 }
 
-fn balancer_and_table_with_mode(
+fn balancer_and_table_with_settings(
     variant: TunnelVariant,
     mode: ServiceSettings,
     mtu_bytes: usize,
@@ -52,7 +52,7 @@ fn set_up_servers(
     mtu_bytes: usize,
     rng: &mut impl Rng,
 ) -> (TestBalancer, PlacementTable) {
-    balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, mtu_bytes as u32);
+    balancer.lb.set_outer_header(LB_OUTER_SOURCE_ADDRESSES, mtu_bytes as u32);
     let server_ids = balancer.replace_servers(0, 9, rng);
     for id in &server_ids {
         set_server_tunnel(&mut balancer, variant.outer_family, *id, None);
@@ -168,10 +168,10 @@ fn encapsulation_only_adds_an_outer_header() {
         let mut frame = syn_packet(variant.inner_family).to_frame();
         // The byte contains DSCP 46 and ECT(0).
         set_traffic_class(&mut frame, 0xba);
-        let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
+        let (xdp_action, packet) = balancer.process_frame_expecting_counter(&frame, Some(0), "new_connection");
         assert_eq!(xdp_action, XDP_TX, "{variant:?}");
         assert_eq!(packet[..6], balancer.server_macs[&(0, server)].0);
-        assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype_bytes(variant.outer_family)].concat());
+        assert_eq!(packet[6..14], [&LOAD_BALANCER_MAC.0[..], &ethertype_bytes(variant.outer_family)].concat());
         assert_eq!(
             check_and_strip_outer_header(&packet, variant, server, 0xba),
             frame[ETHERNET_HEADER_BYTES..],
@@ -181,7 +181,7 @@ fn encapsulation_only_adds_an_outer_header() {
 }
 
 #[test]
-fn fast_path_packets_get_the_same_outer_header() {
+fn fast_path_only_adds_an_outer_header() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all() {
         let (balancer, table) = balancer_and_table(variant);
@@ -195,7 +195,7 @@ fn fast_path_packets_get_the_same_outer_header() {
             ..TcpPacket::between(client_socket_address(variant.inner_family), service_vip(variant.inner_family))
         }
         .to_frame();
-        let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "established");
+        let (xdp_action, packet) = balancer.process_frame_expecting_counter(&frame, Some(0), "established");
         assert_eq!(xdp_action, XDP_TX, "{variant:?}");
         assert_eq!(
             check_and_strip_outer_header(&packet, variant, server, 0),
@@ -213,7 +213,7 @@ fn gue_source_port_depends_on_flow_or_server() {
         let server = server_selected_by_model(variant.inner_family, &table);
         let read_outer_source_port = |balancer: &TestBalancer| {
             read_u16(
-                &balancer.run_frame(&syn_packet(variant.inner_family).to_frame()).1,
+                &balancer.process_frame(&syn_packet(variant.inner_family).to_frame()).1,
                 ETHERNET_HEADER_BYTES + ip_header_bytes(variant.outer_family),
             )
         };
@@ -240,7 +240,7 @@ fn next_packet_uses_changed_outer_address() {
         let tunnel =
             ServerTunnel { destination_address: server_outer_address(family, endpoint_server), source_port: None };
         balancer.lb.set_server_tunnel(server, tunnel).unwrap();
-        let forwarded_packet = balancer.run_frame(&syn_packet(variant.inner_family).to_frame()).1;
+        let forwarded_packet = balancer.process_frame(&syn_packet(variant.inner_family).to_frame()).1;
         check_and_strip_outer_header(
             &forwarded_packet,
             TunnelVariant { outer_family: family, ..variant },
@@ -257,8 +257,8 @@ fn syn_frame_with_length(family: AddressFamily, packet_length_bytes: usize) -> V
 }
 
 /// Checks the headers of `packet`, an ICMP error about `frame`, and returns the ICMP message.
-fn check_icmp_error<'a>(packet: &'a [u8], frame: &[u8], family: AddressFamily) -> &'a [u8] {
-    assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &ethertype_bytes(family)].concat());
+fn check_and_strip_icmp_headers<'a>(packet: &'a [u8], frame: &[u8], family: AddressFamily) -> &'a [u8] {
+    assert_eq!(packet[..14], [&frame[6..12], &LOAD_BALANCER_MAC.0, &ethertype_bytes(family)].concat());
     let (header, message) = packet[ETHERNET_HEADER_BYTES..].split_at(ip_header_bytes(family));
     let expected_addresses =
         [address_octets(service_vip(family).ip()), address_octets(client_socket_address(family).ip())].concat();
@@ -289,7 +289,7 @@ fn too_long_packet_is_answered_with_the_inner_mtu() {
         let inner_mtu = MTU_BYTES - variant.overhead_bytes();
         assert_eq!(
             balancer
-                .run_expecting_counter(
+                .process_frame_expecting_counter(
                     &syn_frame_with_length(variant.inner_family, inner_mtu),
                     Some(0),
                     "new_connection"
@@ -298,10 +298,11 @@ fn too_long_packet_is_answered_with_the_inner_mtu() {
             XDP_TX
         );
         let frame = syn_frame_with_length(variant.inner_family, inner_mtu + 1);
-        let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
+        let (xdp_action, packet) =
+            balancer.process_frame_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
         assert_eq!(xdp_action, XDP_TX, "{variant:?}");
         let [high, low] = (inner_mtu as u16).to_be_bytes();
-        assert_eq!(check_icmp_error(&packet, &frame, variant.inner_family)[4..8], [0, 0, high, low]);
+        assert_eq!(check_and_strip_icmp_headers(&packet, &frame, variant.inner_family)[4..8], [0, 0, high, low]);
     }
 }
 
@@ -313,16 +314,20 @@ fn ipv6_packet_of_1280_bytes_gets_no_error() {
         inner_family: AddressFamily::Ipv6,
         outer_family: AddressFamily::Ipv6,
     };
-    let (balancer, _) = balancer_and_table_with_mode(variant, service_mode(variant), 1300);
+    let (balancer, _) = balancer_and_table_with_settings(variant, settings_for_tunnel(variant), 1300);
     assert_eq!(
         balancer
-            .run_expecting_counter(&syn_frame_with_length(variant.inner_family, 1280), Some(0), "drop_exceeds_mtu")
+            .process_frame_expecting_counter(
+                &syn_frame_with_length(variant.inner_family, 1280),
+                Some(0),
+                "drop_exceeds_mtu"
+            )
             .0,
         XDP_DROP
     );
     let frame = syn_frame_with_length(variant.inner_family, 1281);
-    let (_, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
-    assert_eq!(check_icmp_error(&packet, &frame, variant.inner_family)[4..8], 1280u32.to_be_bytes());
+    let (_, packet) = balancer.process_frame_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
+    assert_eq!(check_and_strip_icmp_headers(&packet, &frame, variant.inner_family)[4..8], 1280u32.to_be_bytes());
 }
 
 #[test]
@@ -339,7 +344,11 @@ fn packet_without_unicast_source_gets_no_error() {
         for source in sources {
             let mut frame = syn_frame_with_length(inner, MTU_BYTES);
             frame[source_offset..source_offset + source.len()].copy_from_slice(&source);
-            assert_eq!(balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu").0, XDP_DROP, "{source:?}");
+            assert_eq!(
+                balancer.process_frame_expecting_counter(&frame, Some(0), "drop_exceeds_mtu").0,
+                XDP_DROP,
+                "{source:?}"
+            );
         }
     }
 }
@@ -358,15 +367,15 @@ fn errors_to_a_flood_of_long_packets_are_rate_limited() {
             TunnelVariant { forwarding: ForwardingMode::Ipip, inner_family: inner, outer_family: AddressFamily::Ipv4 };
         let mut rng = seeded_rng(34, 0);
         let balancer = TestBalancer::without_model(
-            &[(service_address(service_vip(inner)), service_mode(variant))],
+            &[(service_address(service_vip(inner)), settings_for_tunnel(variant))],
             options,
             &mut rng,
         );
         let (balancer, _) = set_up_servers(balancer, variant, MTU_BYTES, &mut rng);
         let frame = syn_frame_with_length(inner, MTU_BYTES);
-        let icmp_error_count = (0..100).filter(|_| balancer.run_frame(&frame).0 == XDP_TX).count();
+        let icmp_error_count = (0..100).filter(|_| balancer.process_frame(&frame).0 == XDP_TX).count();
         assert!((8..=11).contains(&icmp_error_count), "{icmp_error_count}");
-        balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu");
+        balancer.process_frame_expecting_counter(&frame, Some(0), "drop_exceeds_mtu");
     }
 }
 
@@ -375,18 +384,18 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
     skip_if!(missing_bpf_rights());
     for consistency in [ConsistencyMode::Stateless, ConsistencyMode::Stateful] {
         for variant in TunnelVariant::all() {
-            let mode = ServiceSettings { consistency, ..service_mode(variant) };
-            let (balancer, _) = balancer_and_table_with_mode(variant, mode, MTU_BYTES);
+            let mode = ServiceSettings { consistency, ..settings_for_tunnel(variant) };
+            let (balancer, _) = balancer_and_table_with_settings(variant, mode, MTU_BYTES);
             let rst_frame =
                 TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(variant.inner_family) }.to_frame();
-            let (xdp_action, _) = balancer.run_expecting_counter(&rst_frame, Some(0), "drop_not_broadcast");
+            let (xdp_action, _) = balancer.process_frame_expecting_counter(&rst_frame, Some(0), "drop_not_broadcast");
             assert_eq!(xdp_action, XDP_DROP);
         }
     }
 }
 
 #[test]
-fn services_of_all_forwardings_share_a_program_and_servers() {
+fn services_of_all_forwarding_modes_share_a_program_and_servers() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(33, 0);
     let service_kinds: Vec<(ForwardingMode, AddressFamily)> =
@@ -408,9 +417,9 @@ fn services_of_all_forwardings_share_a_program_and_servers() {
         })
         .collect();
     let mut balancer = TestBalancer::with_model(&services, LoadBalancerOptions::default(), &mut rng);
-    balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, MTU_BYTES as u32);
+    balancer.lb.set_outer_header(LB_OUTER_SOURCE_ADDRESSES, MTU_BYTES as u32);
     let server = server_id_from_number(7);
-    let eligible_server = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), is_eligible: true };
+    let eligible_server = coreward_dataplane::lb::Server { mac: Some(LOAD_BALANCER_MAC), is_eligible: true };
     set_server_tunnel(&mut balancer, AddressFamily::Ipv6, server, None);
     for (position, kind) in service_kinds.into_iter().enumerate() {
         balancer.lb.set_server(balancer.service_indexes[position], server, eligible_server);
@@ -422,7 +431,7 @@ fn services_of_all_forwardings_share_a_program_and_servers() {
                 ..TcpPacket::between(client_socket_address(kind.1), vip_of_kind(kind))
             }
             .to_frame();
-            let (xdp_action, packet) = balancer.run_frame(&frame);
+            let (xdp_action, packet) = balancer.process_frame(&frame);
             let encapsulation_overhead = kind.0.encapsulation_overhead_bytes(own_outer_address(AddressFamily::Ipv6));
             assert_eq!((xdp_action, packet.len()), (XDP_TX, frame.len() + encapsulation_overhead), "{kind:?}");
         }

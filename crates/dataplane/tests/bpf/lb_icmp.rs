@@ -3,11 +3,11 @@
 use std::net::Ipv4Addr;
 
 use coreward_dataplane::lb::{LoadBalancerOptions, Server};
-use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper, ServiceSettings};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
@@ -130,8 +130,8 @@ fn icmp_errors_without_cookie_follow_flow_table_or_are_broadcast() {
         );
     }
     // After a packet of the connection, the flow table contains its server.
-    let chosen_server = balancer.newest_table.as_ref().unwrap().consistent_server(&client_four_tuple()).unwrap();
-    balancer.run_expecting_counter(
+    let chosen_server = balancer.newest_table.as_ref().unwrap().select_consistent_server(&client_four_tuple()).unwrap();
+    balancer.process_frame_expecting_counter(
         &TcpPacket { flags: ACK, ..TcpPacket::new(CLIENT_ENDPOINT, VIP) }.to_frame(),
         Some(0),
         "bucket_hash",
@@ -174,7 +174,7 @@ fn icmp_errors_with_random_timestamps_reach_known_servers_or_are_broadcast() {
 #[test]
 fn icmp_errors_without_cookie_follow_the_services_consistency_mode() {
     skip_if!(missing_bpf_rights());
-    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
+    let timestamps_off_mode = ServiceSettings { timestamps: CookieStamper::Off, ..ServiceSettings::default() };
     let other_consistencies = [ConsistencyMode::None, ConsistencyMode::HashTable, ConsistencyMode::Beamer];
     let modes = other_consistencies.map(|consistency| ServiceSettings { consistency, ..ServiceSettings::default() });
     for mode in modes.into_iter().chain([timestamps_off_mode]) {
@@ -187,7 +187,7 @@ fn icmp_errors_without_cookie_follow_the_services_consistency_mode() {
         // A connection is found only by a flow table entry, and not if its rule or bucket would place it.
         let client_packet =
             TcpPacket { tcp_options: aligned_timestamp_option(1, 2), ..TcpPacket::new(CLIENT_ENDPOINT, VIP) };
-        balancer.run_frame(&TcpPacket { flags: SYN, ..client_packet.clone() }.to_frame());
+        balancer.process_frame(&TcpPacket { flags: SYN, ..client_packet.clone() }.to_frame());
         let destination = balancer.forward_frame(&client_packet.to_frame());
         let uses_flow_table = mode == timestamps_off_mode || mode.consistency == ConsistencyMode::HashTable;
         if uses_flow_table {
@@ -203,9 +203,9 @@ fn icmp_errors_without_cookie_follow_the_services_consistency_mode() {
 fn icmp_errors_about_datagrams_follow_the_udp_flow() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(73, 0);
-    let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
+    let udp_address = ServiceAddress { protocol: TransportProtocol::Udp, ..service_address(VIP) };
     for consistency in [ConsistencyMode::HashTable, ConsistencyMode::None] {
-        let mode = ServiceSettings { consistency, ..ServiceSettings::default_for_protocol(Protocol::Udp) };
+        let mode = ServiceSettings { consistency, ..ServiceSettings::default_for_protocol(TransportProtocol::Udp) };
         let mut balancer = TestBalancer::with_model(&[(udp_address, mode)], LoadBalancerOptions::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 5, &mut rng);
         balancer.install_table(0, &random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
@@ -223,7 +223,7 @@ fn icmp_errors_about_datagrams_follow_the_udp_flow() {
 }
 
 #[test]
-fn icmp_error_about_no_service_passes_unchanged() {
+fn icmp_error_about_an_unknown_service_passes_unchanged() {
     skip_if!(missing_bpf_rights());
     let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
     let quoted_packet =
@@ -259,7 +259,7 @@ fn icmp_error_about_no_service_passes_unchanged() {
 }
 
 /// Returns a load balancer, and the frame of an ICMP error that quotes a packet with a cookie.
-fn balancer_with_valid_error() -> (TestBalancer, Vec<u8>) {
+fn balancer_and_icmp_error_frame() -> (TestBalancer, Vec<u8>) {
     let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
     let quoted_packet =
         quotable_server_packet(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[0]), 7), vec![]);
@@ -275,7 +275,7 @@ fn expect_no_internal_drop(balancer: &TestBalancer) {
 #[test]
 fn malformed_icmp_errors_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
-    let (balancer, valid_frame) = balancer_with_valid_error();
+    let (balancer, valid_frame) = balancer_and_icmp_error_frame();
     // The outer IP packet ends before the quote has 8 bytes after its IP header.
     for total_length in 0..20 + 8 + 28u16 {
         let mut frame = valid_frame.clone();
@@ -309,7 +309,7 @@ fn malformed_icmp_errors_are_dropped_and_counted() {
 #[test]
 fn random_icmp_errors_have_one_outcome_and_stay_unchanged() {
     skip_if!(missing_bpf_rights());
-    let (balancer, valid_frame) = balancer_with_valid_error();
+    let (balancer, valid_frame) = balancer_and_icmp_error_frame();
     let mut rng = seeded_rng(74, 0);
     for _ in 0..5_000 {
         let mut frame = valid_frame.clone();
@@ -318,7 +318,7 @@ fn random_icmp_errors_have_one_outcome_and_stay_unchanged() {
                 ICMP_HEADER_OFFSET + uniform_below(&mut rng, (frame.len() - ICMP_HEADER_OFFSET) as u32) as usize;
             frame[changed_offset] = rng.next_u32() as u8;
         }
-        let (_, output_frame) = balancer.run_frame(&frame);
+        let (_, output_frame) = balancer.process_frame(&frame);
         assert_eq!(output_frame[12..], frame[12..]);
     }
     expect_no_internal_drop(&balancer);

@@ -10,7 +10,7 @@ use coreward_model::consistency::{ConsistencyMode, ServiceMigration, ServiceSett
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::{PlacementRule, PlacementTableState};
 use coreward_model::rss::{seeded_rng, uniform_below};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
@@ -18,7 +18,7 @@ use crate::support::balancer::{
     ExpectedIdentification, TestBalancer, XDP_DROP, previous_server, random_placement_table, server_id_from_number,
     service_address,
 };
-use crate::support::stateful::{STATEFUL_MODE, own_owner_number, read_cookie_index};
+use crate::support::stateful::{STATEFUL_SERVICE_SETTINGS, read_cookie_index, tested_lb_owner_number};
 use crate::support::{
     self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, ipv6_frame, missing_bpf_rights, skip_if,
     timestamp_option,
@@ -90,7 +90,7 @@ fn new_ipv6_connections_go_to_the_models_server() {
             let server_ids = balancer.replace_servers(0, 30, &mut rng);
             let table = random_placement_table(rule, generation as u64 + 1, groups, &server_ids, &mut rng);
             let mut placement_state = PlacementTableState::for_table(&table);
-            placement_state.round_robin_counter = balancer.round_robin_count;
+            placement_state.round_robin_counter = balancer.round_robin_connection_count;
             balancer.install_table(0, &table);
             for _ in 0..200 {
                 let client = random_client(&mut rng);
@@ -98,7 +98,7 @@ fn new_ipv6_connections_go_to_the_models_server() {
                     table.select_server(&mut placement_state, &four_tuple_to_vip(client)).expect("there are members");
                 balancer.expect_sent_to(0, &syn_frame(client), chosen_server, "new_connection");
             }
-            balancer.round_robin_count = placement_state.round_robin_counter;
+            balancer.round_robin_connection_count = placement_state.round_robin_counter;
         }
     }
 }
@@ -115,7 +115,7 @@ fn ipv6_established_packets_follow_the_cookie() {
         }
         let client = random_client(&mut rng);
         let server = server_ids[uniform_below(&mut rng, server_ids.len() as u32) as usize];
-        let tsecr = balancer.stamp_by_random_key(&four_tuple_to_vip(client), server, &mut rng);
+        let tsecr = balancer.stamp_tsval_by_random_key(&four_tuple_to_vip(client), server, &mut rng);
         let unaligned_timestamp = [&[1][..], &timestamp_option(1, tsecr), &[0]].concat();
         let tcp_flags = [ACK, ACK | FIN, ACK | RST, RST][uniform_below(&mut rng, 4) as usize];
         for options in [aligned_timestamp_option(1, tsecr), unaligned_timestamp] {
@@ -138,7 +138,7 @@ fn ipv6_packets_without_timestamps_contain_the_previous_server() {
     balancer.install_table(0, &table);
     for _ in 0..300 {
         let client = random_client(&mut rng);
-        let chosen_server = table.consistent_server(&four_tuple_to_vip(client)).expect("one per bucket");
+        let chosen_server = table.select_consistent_server(&four_tuple_to_vip(client)).expect("one per bucket");
         let previous_server_identification =
             ExpectedIdentification::PreviousServer(previous_server(&table, &four_tuple_to_vip(client)));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK | FIN, "flow_table")] {
@@ -318,20 +318,22 @@ fn packets_of_stateful_ipv6_connections_find_their_entry() {
         connection_table_size: ConnectionTableSize::try_from(4096).unwrap(),
         ..LoadBalancerOptions::default()
     };
-    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    let mut balancer =
+        TestBalancer::with_model(&[(service_address(VIP), STATEFUL_SERVICE_SETTINGS)], options, &mut rng);
     let server_ids = balancer.replace_servers(0, 9, &mut rng);
     balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
-    balancer.lb.set_owner_number(Some(own_owner_number()));
+    balancer.lb.set_owner_number(Some(tested_lb_owner_number()));
     for _ in 0..300 {
         let client = random_client(&mut rng);
-        let (_, first_frame) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
+        let (_, first_frame) = balancer.process_frame_expecting_counter(&syn_frame(client), Some(0), "new_connection");
         let cookie_index = read_cookie_index(&first_frame).expect("an entry");
         let mut client_entries =
             balancer.lb.connections(balancer.service_indexes[0]).filter(|entry| entry.client == client.into());
         let server = client_entries.next().expect("an entry of that client").identity.server;
         drop(client_entries);
         // The SYN is retransmitted, and packets follow on the fast and the slow path.
-        let (_, repeated_frame) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
+        let (_, repeated_frame) =
+            balancer.process_frame_expecting_counter(&syn_frame(client), Some(0), "new_connection");
         assert_eq!(
             (&first_frame[..6], read_cookie_index(&repeated_frame)),
             (&balancer.server_macs[&(0, server)].0[..], Some(cookie_index))
@@ -349,7 +351,7 @@ fn packets_of_stateful_ipv6_connections_find_their_entry() {
             balancer.expect_sent_to(0, &packet, server, "connection_table");
         }
     }
-    assert_eq!(balancer.lb.scan_used_entry_count(), 300);
+    assert_eq!(balancer.lb.count_used_entries_by_scan(), 300);
 }
 
 /// A /64 counts as one source prefix, which may hold at most a quarter of the connection table.
@@ -361,18 +363,23 @@ fn ipv6_prefix_occupies_at_most_a_quarter_of_the_table() {
         connection_table_size: ConnectionTableSize::try_from(4096).unwrap(),
         ..LoadBalancerOptions::default()
     };
-    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    let mut balancer =
+        TestBalancer::with_model(&[(service_address(VIP), STATEFUL_SERVICE_SETTINGS)], options, &mut rng);
     let server_ids = balancer.replace_servers(0, 9, &mut rng);
     balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
-    balancer.lb.set_owner_number(Some(own_owner_number()));
+    balancer.lb.set_owner_number(Some(tested_lb_owner_number()));
     balancer.lb.update_source_prefix_limit();
     for number in 0..2000u128 {
-        balancer.run_frame(&syn_frame((Ipv6Addr::from(0x2001_0db8 << 96 | number), 1024)));
+        balancer.process_frame(&syn_frame((Ipv6Addr::from(0x2001_0db8 << 96 | number), 1024)));
     }
-    assert_eq!(balancer.lb.scan_used_entry_count(), 1024, "a quarter of the table");
+    assert_eq!(balancer.lb.count_used_entries_by_scan(), 1024, "a quarter of the table");
     assert_eq!(balancer.event_count(0, "connection_source_limited"), 2000 - 1024);
-    balancer.run_expecting_counter(&syn_frame((Ipv6Addr::from(0x2001_0db9 << 96), 1024)), Some(0), "new_connection");
-    assert_eq!(balancer.lb.scan_used_entry_count(), 1025);
+    balancer.process_frame_expecting_counter(
+        &syn_frame((Ipv6Addr::from(0x2001_0db9 << 96), 1024)),
+        Some(0),
+        "new_connection",
+    );
+    assert_eq!(balancer.lb.count_used_entries_by_scan(), 1025);
 }
 
 /// Returns the frame of an ACK whose cookie contains `server`.
@@ -452,7 +459,7 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
 fn ipv6_datagrams_of_a_flow_keep_their_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
-    let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };
+    let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: TransportProtocol::Udp };
     let mode = ServiceSettings { consistency: ConsistencyMode::HashTable, ..ServiceSettings::default() };
     let mut balancer = TestBalancer::with_model(&[(udp_service, mode)], LoadBalancerOptions::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 20, &mut rng);
@@ -483,7 +490,7 @@ fn ipv6_datagrams_of_a_flow_keep_their_server() {
 fn later_ipv6_fragments_follow_the_first_fragment() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(71, 0);
-    let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };
+    let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: TransportProtocol::Udp };
     let mode = ServiceSettings { consistency: ConsistencyMode::HashTable, ..ServiceSettings::default() };
     let mut balancer = TestBalancer::with_model(&[(udp_service, mode)], LoadBalancerOptions::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 20, &mut rng);

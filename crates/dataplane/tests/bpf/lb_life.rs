@@ -7,16 +7,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::lb::{
-    AttachedXdpMode, COUNTER_COUNT, LoadBalancer, LoadBalancerOptions, Server, ServiceIndex, XdpMode,
+    AttachedXdpMode, LB_COUNTER_COUNT, LoadBalancer, LoadBalancerOptions, Server, ServiceIndex, XdpMode,
 };
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{CookieStamper, ServiceSettings};
 use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
@@ -26,7 +26,7 @@ use crate::support::{self, TcpPacket, UdpDatagram, aligned_timestamp_option, mis
 
 const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
 
-fn pinned_options(pins: &PinDirectory) -> LoadBalancerOptions {
+fn lb_options_with_pins(pins: &PinDirectory) -> LoadBalancerOptions {
     LoadBalancerOptions { pin_directory: Some(pins.path()), ..LoadBalancerOptions::default() }
 }
 
@@ -100,7 +100,7 @@ fn new_process_takes_over_while_packets_pass() {
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let device_mac = veth_pair.server.run_in_namespace(|| interface_mac("eth0").0);
     let start_lb_process = || {
-        let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+        let mut lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
         let attachment = veth_pair.server.run_in_namespace(|| lb.attach("eth0", XdpMode::Native)).unwrap();
         assert_eq!(attachment, AttachedXdpMode::Native);
         lb
@@ -179,15 +179,15 @@ fn new_process_takes_over_while_packets_pass() {
 }
 
 /// Runs the program on `frames`. Returns, for each service, the name of the counter that has increased.
-fn run_and_name_outcomes(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[Vec<u8>]) -> Vec<&'static str> {
+fn run_frames_and_name_outcomes(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[Vec<u8>]) -> Vec<&'static str> {
     let read_outcome_counts =
         || indexes.iter().map(|index| lb.service_counters(*index).packets_by_outcome).collect::<Vec<_>>();
     let counts_before = read_outcome_counts();
     for frame in frames {
         assert_eq!(test_run::run_program(lb.program_fd(), frame, 1).unwrap().verdict, 3);
     }
-    let find_increased_counter = |(before, after): (&[u64; COUNTER_COUNT], &[u64; COUNTER_COUNT])| {
-        let counter_index = (0..COUNTER_COUNT).find(|counter| after[*counter] > before[*counter]).unwrap();
+    let find_increased_counter = |(before, after): (&[u64; LB_COUNTER_COUNT], &[u64; LB_COUNTER_COUNT])| {
+        let counter_index = (0..LB_COUNTER_COUNT).find(|counter| after[*counter] > before[*counter]).unwrap();
         intf::LB_COUNTER_NAMES[counter_index]
     };
     counts_before.iter().zip(&read_outcome_counts()).map(find_increased_counter).collect::<Vec<_>>()
@@ -195,24 +195,24 @@ fn run_and_name_outcomes(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[
 
 /// A new load balancer process takes over the services' modes, and the flow table with its entries and its size.
 #[test]
-fn new_process_takes_over_modes_and_flows() {
+fn new_process_takes_over_service_settings_and_flows() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let start_lb_process = |flow_table_entries| {
         let mut lb = LoadBalancer::load(LoadBalancerOptions {
             flow_table_entry_count: flow_table_entries,
-            ..pinned_options(&pins)
+            ..lb_options_with_pins(&pins)
         })
         .unwrap();
         veth_pair.server.run_in_namespace(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
         lb.set_own_mac(MacAddress([0; 6]));
         lb
     };
-    let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
-    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
+    let udp_address = ServiceAddress { protocol: TransportProtocol::Udp, ..service_address(VIP) };
+    let timestamps_off_mode = ServiceSettings { timestamps: CookieStamper::Off, ..ServiceSettings::default() };
     let services = [
         (service_address(VIP), timestamps_off_mode),
-        (udp_address, ServiceSettings::default_for_protocol(Protocol::Udp)),
+        (udp_address, ServiceSettings::default_for_protocol(TransportProtocol::Udp)),
     ];
     let frames = [TcpPacket::new(CLIENT_ENDPOINT, VIP).to_frame(), UdpDatagram::new(CLIENT_ENDPOINT, VIP).to_frame()];
 
@@ -222,14 +222,14 @@ fn new_process_takes_over_modes_and_flows() {
         lb.set_server(*index, only_server_id(), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(*index, &one_server_placement_table(1, PlacementRule::Table)).unwrap();
     }
-    assert_eq!(run_and_name_outcomes(&lb, &service_indexes, &frames), ["bucket_hash", "new_connection"]);
+    assert_eq!(run_frames_and_name_outcomes(&lb, &service_indexes, &frames), ["bucket_hash", "new_connection"]);
     drop(lb);
     // Packets are processed before the new process has configured its services.
     let mut lb = start_lb_process(1 << 15);
     assert!(lb.is_state_taken_over());
-    assert_eq!(run_and_name_outcomes(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
+    assert_eq!(run_frames_and_name_outcomes(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
     assert_eq!(lb.set_services(&services).unwrap(), service_indexes);
-    assert_eq!(run_and_name_outcomes(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
+    assert_eq!(run_frames_and_name_outcomes(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
     let flow_table_map = MapHandle::from_pinned_path(pins.path().join("lb/flow_table")).unwrap();
     assert_eq!(flow_table_map.max_entries() * intf::FLOW_SET_ENTRIES, 1 << 14);
     lb.detach().unwrap();
@@ -244,13 +244,13 @@ fn failed_attachment_returns_the_reason() {
     let attach_error =
         |lb: &mut LoadBalancer, interface, mode| format!("{:#}", attach_in_namespace(lb, interface, mode).unwrap_err());
 
-    let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+    let mut lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
     assert_eq!(attach_error(&mut lb, "eth7", XdpMode::Auto), "interface \"eth7\" does not exist");
     // Loopback has no native XDP.
     assert!(attach_error(&mut lb, "lo", XdpMode::Native).starts_with("Native XDP at interface \"lo\": "));
     assert_eq!(attach_in_namespace(&mut lb, "lo", XdpMode::Auto).unwrap(), AttachedXdpMode::Generic);
     drop(lb);
-    let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+    let mut lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
     assert!(lb.is_state_taken_over());
     let other_interface_error = attach_error(&mut lb, "eth0", XdpMode::Auto);
     assert!(
@@ -260,7 +260,7 @@ fn failed_attachment_returns_the_reason() {
     assert_eq!(attach_in_namespace(&mut lb, "lo", XdpMode::Auto).unwrap(), AttachedXdpMode::Generic);
 
     let other_pins = PinDirectory::new();
-    let mut second_lb = LoadBalancer::load(pinned_options(&other_pins)).unwrap();
+    let mut second_lb = LoadBalancer::load(lb_options_with_pins(&other_pins)).unwrap();
     let occupied_interface_error = attach_error(&mut second_lb, "lo", XdpMode::Auto);
     let expected_error_start =
         format!("interface \"lo\" has the program of a load balancer that is pinned in {}:", pins.path().display());
@@ -282,12 +282,12 @@ fn program_of_another_version_forwards_until_the_upgrade() {
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let attach_to_eth0 =
         |lb: &mut LoadBalancer| veth_pair.server.run_in_namespace(|| lb.attach("eth0", XdpMode::Native)).unwrap();
-    let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+    let mut lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
     attach_to_eth0(&mut lb);
     drop(lb);
     let state_path = pins.path().join("lb").join("state");
     let pinned_program_id = || coreward_dataplane::lb::pinned_program_id(&pins.path()).unwrap().unwrap();
-    let take_over_problem = || coreward_dataplane::lb::take_over_problem(&pins.path());
+    let take_over_problem = || coreward_dataplane::lb::find_takeover_problem(&pins.path());
 
     write_layout_version(&state_path, 99);
     let (loaded_program_id, version_problem) = (pinned_program_id(), take_over_problem().unwrap());
@@ -296,20 +296,20 @@ fn program_of_another_version_forwards_until_the_upgrade() {
         "{version_problem}"
     );
     // A process that ends before `commit_upgrade` changes nothing.
-    let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+    let mut lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
     attach_to_eth0(&mut lb);
     assert!(lb.is_upgrade_pending() && !lb.is_state_taken_over());
     drop(lb);
     assert_eq!((pinned_program_id(), take_over_problem()), (loaded_program_id, Some(version_problem)));
     // The next process completes the upgrade.
-    let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+    let mut lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
     let attachment = attach_to_eth0(&mut lb);
     lb.commit_upgrade().unwrap();
     assert!(!lb.is_upgrade_pending());
     assert_ne!(pinned_program_id(), loaded_program_id);
     assert_eq!(take_over_problem(), None);
     drop(lb);
-    let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+    let mut lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
     assert!(lb.is_state_taken_over());
     assert_eq!(attach_to_eth0(&mut lb), attachment);
     drop(lb);
@@ -326,17 +326,17 @@ fn program_of_another_version_forwards_until_the_upgrade() {
     map_of_other_size.pin(pins.path().join("lb").join("unknown")).unwrap();
     let size_problem = take_over_problem().unwrap();
     assert!(size_problem.contains("(type, key size, value size, entries) is (Array, 4, 64, 1)"), "{size_problem}");
-    let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+    let mut lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
     attach_to_eth0(&mut lb);
     lb.commit_upgrade().unwrap();
     assert_eq!(take_over_problem(), None);
     lb.detach().unwrap();
 
     // Pinned maps without an attached program remain from an interrupted start, and are created again.
-    let lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+    let lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
     drop(lb);
     assert!(state_path.exists());
-    let lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
+    let lb = LoadBalancer::load(lb_options_with_pins(&pins)).unwrap();
     assert!(!lb.is_state_taken_over() && !lb.is_upgrade_pending());
     lb.detach().unwrap();
 }

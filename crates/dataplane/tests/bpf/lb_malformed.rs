@@ -121,7 +121,7 @@ fn packets_with_truncated_headers_are_dropped_and_counted() {
         let headers_only_frame =
             frame_with_changed_bytes(&frame, IP_HEADER_OFFSET + 2, &(header_bytes as u16).to_be_bytes());
         if packet.flags == SYN {
-            assert_eq!(balancer.run_frame(&headers_only_frame).0, XDP_TX);
+            assert_eq!(balancer.process_frame(&headers_only_frame).0, XDP_TX);
         } else {
             balancer.expect_sent_to(0, &headers_only_frame, server, "established");
         }
@@ -143,7 +143,7 @@ fn invalid_ip_headers_and_fragments_are_dropped_and_counted() {
             balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_ipv4");
         } else {
             // The longer header covers the ports. Other bytes are read as ports, and some of them are port 80.
-            let (xdp_action, output_frame) = balancer.run_frame(&frame);
+            let (xdp_action, output_frame) = balancer.process_frame(&frame);
             assert!(xdp_action == XDP_PASS || xdp_action == XDP_DROP, "{header_words} words: {xdp_action}");
             assert_eq!(output_frame, frame);
         }
@@ -190,7 +190,7 @@ fn invalid_tcp_data_offsets_are_dropped_and_counted() {
             match expected_counter {
                 "drop_malformed_tcp" => balancer.expect_unforwarded(&frame, XDP_DROP, 0, expected_counter),
                 "established" => balancer.expect_sent_to(0, &frame, server, expected_counter),
-                _ => assert_eq!(balancer.run_frame(&frame).0, XDP_TX, "{header_words} words, flags {flags:#x}"),
+                _ => assert_eq!(balancer.process_frame(&frame).0, XDP_TX, "{header_words} words, flags {flags:#x}"),
             }
         }
     }
@@ -259,7 +259,7 @@ fn misplaced_or_wrongly_sized_timestamps_are_ignored() {
     for (port, options) in (1..).zip(options_without_timestamp) {
         let tuple = FourTuple::ipv4((CLIENT_ENDPOINT.0, port), VIP);
         let (chosen_server, previous_server) =
-            (table.consistent_server(&tuple).unwrap(), previous_server(table, &tuple));
+            (table.select_consistent_server(&tuple).unwrap(), previous_server(table, &tuple));
         let frame = TcpPacket { tcp_options: options, ..TcpPacket::new((CLIENT_ENDPOINT.0, port), VIP) }.to_frame();
         balancer.expect_sent_with_identification(
             0,
@@ -293,7 +293,7 @@ fn invalid_tcp_flags_are_dropped_and_counted() {
             balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_tcp");
             balancer.expect_unforwarded(&frame_without_timestamp, XDP_DROP, 0, "drop_malformed_tcp");
         } else if flags & SYN != 0 {
-            assert_eq!(balancer.run_frame(&frame).0, XDP_TX, "flags {flags:#x}");
+            assert_eq!(balancer.process_frame(&frame).0, XDP_TX, "flags {flags:#x}");
         } else {
             balancer.expect_sent_to(0, &frame, server, "established");
             if flags & RST != 0 {
@@ -353,11 +353,11 @@ fn random_frames_have_one_outcome_and_stay_unchanged() {
     let mut rng = seeded_rng(22, 0);
     let read_total_packet_count = |balancer: &TestBalancer| -> u64 {
         let service_packets = balancer.lb.service_counters(balancer.service_indexes[0]).packets_by_outcome;
-        service_packets.iter().chain(&balancer.lb.no_service_packet_counters().packets_by_outcome).sum()
+        service_packets.iter().chain(&balancer.lb.counters_without_service().packets_by_outcome).sum()
     };
     for round in 0..20_000u64 {
         let frame = random_frame(&packet, round, &mut rng);
-        let (xdp_action, output_frame) = balancer.run_frame(&frame);
+        let (xdp_action, output_frame) = balancer.process_frame(&frame);
         match xdp_action {
             XDP_TX => expect_only_identification_changed(&output_frame, &frame),
             XDP_PASS | XDP_DROP => assert_eq!(output_frame, frame),

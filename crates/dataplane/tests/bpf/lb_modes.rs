@@ -5,12 +5,12 @@ use std::net::Ipv4Addr;
 
 use coreward_dataplane::lb::{LoadBalancerOptions, Server};
 use coreward_intf as intf;
-use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper, ServiceSettings};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{PlacementRule, PlacementTable, PlacementTableState};
 use coreward_model::rss::{seeded_rng, uniform_below};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
 use crate::support::balancer::{
@@ -19,7 +19,7 @@ use crate::support::balancer::{
 };
 use crate::support::{self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
-fn service_mode_with_consistency(consistency: ConsistencyMode) -> ServiceSettings {
+fn settings_with_consistency(consistency: ConsistencyMode) -> ServiceSettings {
     ServiceSettings { consistency, ..ServiceSettings::default() }
 }
 
@@ -51,7 +51,7 @@ fn every_packet_follows_the_rule_without_consistency() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(41, 0);
     let (mut balancer, ids, mut table) =
-        balancer_with_table(service_mode_with_consistency(ConsistencyMode::None), PlacementRule::Table, &mut rng);
+        balancer_with_table(settings_with_consistency(ConsistencyMode::None), PlacementRule::Table, &mut rng);
     for generation in 2..8 {
         let mut placement_state = PlacementTableState::for_table(&table);
         for _ in 0..100 {
@@ -75,7 +75,7 @@ fn hash_table_mode_keeps_the_server_that_the_rule_chose() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(42, 0);
     let (mut balancer, ids, table) =
-        balancer_with_table(service_mode_with_consistency(ConsistencyMode::HashTable), PlacementRule::Table, &mut rng);
+        balancer_with_table(settings_with_consistency(ConsistencyMode::HashTable), PlacementRule::Table, &mut rng);
     let mut placement_state = PlacementTableState::for_table(&table);
     let mut connections = Vec::new();
     for _ in 0..100 {
@@ -106,7 +106,8 @@ fn hash_table_mode_keeps_the_server_that_the_rule_chose() {
     balancer.lb.set_server(balancer.service_indexes[0], chosen_server, Server { mac: None, is_eligible: true });
     balancer.expect_unforwarded(&client_frame(client, ACK, 1), XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.service_indexes[0], chosen_server);
-    let (xdp_action, _) = balancer.run_expecting_counter(&client_frame(client, ACK, 1), Some(0), "per_packet");
+    let (xdp_action, _) =
+        balancer.process_frame_expecting_counter(&client_frame(client, ACK, 1), Some(0), "per_packet");
     assert_eq!(xdp_action, XDP_TX);
 }
 
@@ -114,17 +115,14 @@ fn hash_table_mode_keeps_the_server_that_the_rule_chose() {
 fn beamer_packets_go_to_bucket_server_and_contain_previous_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(43, 0);
-    let (balancer, _, table) = balancer_with_table(
-        service_mode_with_consistency(ConsistencyMode::Beamer),
-        PlacementRule::LeastAssigned,
-        &mut rng,
-    );
+    let (balancer, _, table) =
+        balancer_with_table(settings_with_consistency(ConsistencyMode::Beamer), PlacementRule::LeastAssigned, &mut rng);
     let mut previous_server_count = 0;
     for _ in 0..200 {
         let client = random_client(&mut rng);
         let previous_id = previous_server(&table, &four_tuple_to_vip(client));
         previous_server_count += usize::from(previous_id.is_some());
-        let chosen_server = table.consistent_server(&four_tuple_to_vip(client)).unwrap();
+        let chosen_server = table.select_consistent_server(&four_tuple_to_vip(client)).unwrap();
         for flags in [SYN, ACK, ACK | FIN, RST] {
             let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
             balancer.expect_sent_with_identification(
@@ -143,7 +141,7 @@ fn beamer_packets_go_to_bucket_server_and_contain_previous_server() {
 /// Sends a packet with an aligned timestamp. Returns the server to which the program forwards it, and the forwarded
 /// packet's IP identification, which contains the previous server.
 fn send_packet(balancer: &TestBalancer, client: (Ipv4Addr, u16), flags: u8, case_name: &str) -> (ServerId, u16) {
-    let (xdp_action, frame) = balancer.run_frame(&client_frame(client, flags, 1));
+    let (xdp_action, frame) = balancer.process_frame(&client_frame(client, flags, 1));
     assert_eq!(xdp_action, XDP_TX, "{case_name}: flags {flags:#x}");
     (balancer.server_with_mac(&frame[..6]), u16::from_be_bytes([frame[18], frame[19]]))
 }
@@ -156,14 +154,14 @@ fn beamer_syn_avoids_its_buckets_server_if_ineligible() {
     let mut rng = seeded_rng(50, 0);
     for (name, is_down) in [("drains", false), ("is down by the load balancer's own checks", true)] {
         let (mut balancer, _, table) = balancer_with_table(
-            service_mode_with_consistency(ConsistencyMode::Beamer),
+            settings_with_consistency(ConsistencyMode::Beamer),
             PlacementRule::LeastAssigned,
             &mut rng,
         );
-        let avoided_server = table.consistent_servers[0];
+        let avoided_server = table.consistent_server_by_bucket[0];
         let service_index = balancer.service_indexes[0];
         let clients: Vec<_> = std::iter::repeat_with(|| random_client(&mut rng))
-            .filter(|client| table.consistent_server(&four_tuple_to_vip(*client)) == Some(avoided_server))
+            .filter(|client| table.select_consistent_server(&four_tuple_to_vip(*client)) == Some(avoided_server))
             .take(50)
             .collect();
         let server_mac = Some(balancer.server_macs[&(0, avoided_server)]);
@@ -201,7 +199,7 @@ fn tsecr_with_cookie(balancer: &TestBalancer, tuple: &FourTuple, server: ServerI
 }
 
 /// Asserts that `frame` is sent to `server`, with the previous server `previous_id` in the IP identification.
-fn expect_sent_with_previous(
+fn expect_sent_with_previous_server(
     balancer: &TestBalancer,
     frame: &[u8],
     server: ServerId,
@@ -221,23 +219,23 @@ fn expect_sent_with_previous(
 fn connections_use_the_flow_table_when_timestamps_are_off() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(44, 0);
-    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
+    let timestamps_off_mode = ServiceSettings { timestamps: CookieStamper::Off, ..ServiceSettings::default() };
     let (mut balancer, ids, table) = balancer_with_table(timestamps_off_mode, PlacementRule::Table, &mut rng);
     let mut connections = Vec::new();
     for _ in 0..100 {
         let client = random_client(&mut rng);
-        let chosen_server = table.consistent_server(&four_tuple_to_vip(client)).unwrap();
+        let chosen_server = table.select_consistent_server(&four_tuple_to_vip(client)).unwrap();
         let previous_id = previous_server(&table, &four_tuple_to_vip(client));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK, "flow_table")] {
             let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
-            expect_sent_with_previous(&balancer, &frame, chosen_server, previous_id, name);
+            expect_sent_with_previous_server(&balancer, &frame, chosen_server, previous_id, name);
         }
         // With `timestamps = "off"` the program ignores cookies.
         let other_server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
         let tsecr = tsecr_with_cookie(&balancer, &four_tuple_to_vip(client), other_server);
         let frame =
             TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.to_frame();
-        expect_sent_with_previous(&balancer, &frame, chosen_server, previous_id, "flow_table");
+        expect_sent_with_previous_server(&balancer, &frame, chosen_server, previous_id, "flow_table");
         connections.push((client, chosen_server, previous_id));
     }
     // With another pool, connections in the flow table keep their server and their previous server.
@@ -245,7 +243,7 @@ fn connections_use_the_flow_table_when_timestamps_are_off() {
     balancer.install_table(0, &next_table);
     for (client, chosen_server, previous_id) in connections {
         let fin_frame = client_frame(client, ACK | FIN, 1);
-        expect_sent_with_previous(&balancer, &fin_frame, chosen_server, previous_id, "flow_table");
+        expect_sent_with_previous_server(&balancer, &fin_frame, chosen_server, previous_id, "flow_table");
     }
     // Without a flow table entry, a connection's server is unknown, so its resets are broadcast.
     let no_server_identification = ExpectedIdentification::PreviousServer(None);
@@ -261,7 +259,7 @@ fn flow_of_removed_server_moves_to_its_buckets_server() {
     let mut rng = seeded_rng(45, 0);
     let (mut balancer, ids, table) = balancer_with_table(ServiceSettings::default(), PlacementRule::Table, &mut rng);
     let client_address = std::iter::repeat_with(|| random_client(&mut rng))
-        .find(|client| table.consistent_server(&four_tuple_to_vip(*client)) == Some(ids[0]))
+        .find(|client| table.select_consistent_server(&four_tuple_to_vip(*client)) == Some(ids[0]))
         .unwrap();
     let frame = client_frame(client_address, ACK, 0);
     let expected_identification = |table: &PlacementTable| {
@@ -275,7 +273,7 @@ fn flow_of_removed_server_moves_to_its_buckets_server() {
     balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_no_eligible_server");
     let next_table = random_placement_table(PlacementRule::Table, 2, 1, &ids[1..], &mut rng);
     balancer.install_table(0, &next_table);
-    let chosen_server = next_table.consistent_server(&four_tuple_to_vip(client_address)).unwrap();
+    let chosen_server = next_table.select_consistent_server(&four_tuple_to_vip(client_address)).unwrap();
     balancer.expect_sent_with_identification(
         0,
         &frame,
@@ -298,7 +296,7 @@ fn flow_table_is_bounded_and_forgets_removed_services() {
     let mut rng = seeded_rng(46, 0);
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
     let services =
-        [VIP, other_vip].map(|vip| (service_address(vip), service_mode_with_consistency(ConsistencyMode::HashTable)));
+        [VIP, other_vip].map(|vip| (service_address(vip), settings_with_consistency(ConsistencyMode::HashTable)));
     let options = LoadBalancerOptions { flow_table_entry_count: 4096, ..LoadBalancerOptions::default() };
     let mut balancer = TestBalancer::with_model(&services, options, &mut rng);
     let set_up_servers = |balancer: &mut TestBalancer, rng: &mut rand_xoshiro::Xoshiro256PlusPlus| {
@@ -315,12 +313,12 @@ fn flow_table_is_bounded_and_forgets_removed_services() {
             || balancer.lb.service_counters(balancer.service_indexes[position]).packets_by_outcome[flow_table_counter];
         let count_before = read_count();
         for client in &clients {
-            balancer.run_frame(&TcpPacket::new(*client, [VIP, other_vip][position]).to_frame());
+            balancer.process_frame(&TcpPacket::new(*client, [VIP, other_vip][position]).to_frame());
         }
         read_count() - count_before
     };
     for client in &clients {
-        balancer.run_frame(&TcpPacket { flags: SYN, ..TcpPacket::new(*client, VIP) }.to_frame());
+        balancer.process_frame(&TcpPacket { flags: SYN, ..TcpPacket::new(*client, VIP) }.to_frame());
     }
     let flow_table_hit_count = count_flow_table_hits(&balancer, 0);
     assert!((1..=4096).contains(&flow_table_hit_count), "{flow_table_hit_count} of 20,000 remembered");
@@ -372,19 +370,19 @@ fn traffic_is_counted_by_server() {
         balancer.forward_frame(frame);
     }
     assert_eq!(server_traffic_counts(&balancer, server), [1, 2, 0, 0]);
-    balancer.lb.set_traffic_counting(true).unwrap();
+    balancer.lb.set_server_traffic_counting(true).unwrap();
     for frame in &frames {
         balancer.forward_frame(frame);
     }
     let sent_bytes: u64 = frames.iter().map(|frame| frame.len() as u64).sum();
     assert_eq!(server_traffic_counts(&balancer, server), [2, 4, 4, sent_bytes]);
     // Broadcast and dropped packets count for no server.
-    balancer.run_frame(&client_frame(random_client(&mut rng), RST, 0));
+    balancer.process_frame(&client_frame(random_client(&mut rng), RST, 0));
     balancer.lb.set_server(balancer.service_indexes[0], server, Server { mac: None, is_eligible: true });
     balancer.expect_unforwarded(&frame_with_cookie(ACK), XDP_DROP, 0, "drop_server_unresolved");
     let packets_by_server: Vec<u64> = ids.iter().map(|id| balancer.lb.server_traffic(*id).packet_count).collect();
     assert_eq!(packets_by_server.iter().sum::<u64>(), 4, "{packets_by_server:?}");
-    balancer.lb.set_traffic_counting(false).unwrap();
+    balancer.lb.set_server_traffic_counting(false).unwrap();
     assert_eq!(balancer.lb.server_traffic(server).packet_count, 4);
 }
 
@@ -393,9 +391,9 @@ fn traffic_is_counted_by_server() {
 fn forged_packets_do_not_change_connection_counts() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
-    let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
+    let timestamps_off_mode = ServiceSettings { timestamps: CookieStamper::Off, ..ServiceSettings::default() };
     let tested_modes = [ConsistencyMode::Stateless, ConsistencyMode::Stateful, ConsistencyMode::HashTable]
-        .map(service_mode_with_consistency);
+        .map(settings_with_consistency);
     for mode in tested_modes.into_iter().chain([timestamps_off_mode]) {
         let (balancer, ids, _) = balancer_with_table(mode, PlacementRule::Table, &mut rng);
         let sum_over_servers = |select_counter: fn(&ServerTraffic) -> u64| {
@@ -404,7 +402,7 @@ fn forged_packets_do_not_change_connection_counts() {
         let client_address = random_client(&mut rng);
         // An ACK stores a hint in the flow table, and a SYN of a hash-table service stores an entry.
         for flags in [&[ACK | FIN; 200][..], &[ACK, ACK | FIN, RST], &[SYN; 200], &[ACK | FIN; 200]].concat() {
-            balancer.run_frame(&client_frame(client_address, flags, 0));
+            balancer.process_frame(&client_frame(client_address, flags, 0));
         }
         let uses_hash_table = mode.consistency == ConsistencyMode::HashTable;
         assert_eq!(
@@ -432,7 +430,7 @@ fn expect_packets_follow_mode(
 ) {
     let tuple = FourTuple::ipv4(client, vip_of_service(position));
     let rule_server = table.select_server(&mut PlacementTableState::for_table(table), &tuple).unwrap();
-    let bucket_server = table.consistent_server(&tuple).unwrap();
+    let bucket_server = table.select_consistent_server(&tuple).unwrap();
     let tsecr = tsecr_with_cookie(balancer, &tuple, rule_server);
     let syn_packet = TcpPacket {
         flags: SYN,
@@ -443,7 +441,7 @@ fn expect_packets_follow_mode(
     let previous_server_identification = ExpectedIdentification::PreviousServer(previous_server(table, &tuple));
     let unchanged_identification = ExpectedIdentification::Unchanged;
     let (server, identification, counter_names) = match (mode.timestamps, mode.consistency) {
-        (TimestampOrigin::Off, _) => {
+        (CookieStamper::Off, _) => {
             (bucket_server, previous_server_identification, ["bucket_hash", "bucket_hash", "flow_table"])
         }
         (_, ConsistencyMode::Beamer) => (bucket_server, previous_server_identification, ["bucket_hash"; 3]),
@@ -462,11 +460,11 @@ fn expect_packets_follow_mode(
 
 /// The program for all modes treats each service like the program that supports only the mode of that service.
 #[test]
-fn services_of_different_modes_coexist() {
+fn services_of_different_consistency_modes_coexist() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(48, 0);
-    let mut modes: Vec<ServiceSettings> = ConsistencyMode::ALL.into_iter().map(service_mode_with_consistency).collect();
-    modes.push(ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() });
+    let mut modes: Vec<ServiceSettings> = ConsistencyMode::ALL.into_iter().map(settings_with_consistency).collect();
+    modes.push(ServiceSettings { timestamps: CookieStamper::Off, ..ServiceSettings::default() });
     let services_with_modes = |modes: &[ServiceSettings]| -> Vec<(ServiceAddress, ServiceSettings)> {
         modes.iter().enumerate().map(|(position, mode)| (service_address(vip_of_service(position)), *mode)).collect()
     };
@@ -492,26 +490,29 @@ fn services_of_different_modes_coexist() {
 }
 
 #[test]
-fn rejected_modes_change_nothing() {
+fn rejected_service_settings_change_nothing() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
     let (mut balancer, _, _) =
-        balancer_with_table(service_mode_with_consistency(ConsistencyMode::Beamer), PlacementRule::Table, &mut rng);
-    let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
+        balancer_with_table(settings_with_consistency(ConsistencyMode::Beamer), PlacementRule::Table, &mut rng);
+    let udp_address = ServiceAddress { protocol: TransportProtocol::Udp, ..service_address(VIP) };
     let mut find_rejection_error = |service| balancer.lb.set_services(&[service]).unwrap_err().to_string();
     assert_eq!(
-        find_rejection_error((udp_address, service_mode_with_consistency(ConsistencyMode::Beamer))),
+        find_rejection_error((udp_address, settings_with_consistency(ConsistencyMode::Beamer))),
         "service 10.200.0.1:80/udp: consistency \"beamer\" needs TCP: expected \"hash-table\" or \"none\""
     );
     let lb_stamping_mode = ServiceSettings {
-        timestamps: TimestampOrigin::LoadBalancer,
-        ..service_mode_with_consistency(ConsistencyMode::Beamer)
+        timestamps: CookieStamper::LoadBalancer,
+        ..settings_with_consistency(ConsistencyMode::Beamer)
     };
     assert_eq!(
         find_rejection_error((service_address(VIP), lb_stamping_mode)),
         "service 10.200.0.1:80/tcp: timestamps by the load balancer need consistency \"stateless\" and TCP"
     );
-    let (xdp_action, _) =
-        balancer.run_expecting_counter(&client_frame(random_client(&mut rng), ACK, 1), Some(0), "bucket_hash");
+    let (xdp_action, _) = balancer.process_frame_expecting_counter(
+        &client_frame(random_client(&mut rng), ACK, 1),
+        Some(0),
+        "bucket_hash",
+    );
     assert_eq!(xdp_action, XDP_TX);
 }

@@ -9,13 +9,13 @@ use coreward_dataplane::lb::{
     LoadBalancer, LoadBalancerOptions, Server, ServerClockMeasurements, ServerClockState, ServiceIndex, XdpMode,
 };
 use coreward_intf as intf;
-use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{CookieStamper, ServiceSettings};
 use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 
 use crate::support::balancer::{random_placement_table, server_id_from_number, service_address};
-use crate::support::network::{NetworkSegment, PinDirectory, VIP, interface_mac, pin_to_one_cpu};
+use crate::support::network::{NetworkSegment, PinDirectory, VIP, interface_mac, pin_thread_to_one_cpu};
 use crate::support::{missing_bpf_rights, skip_if};
 
 const SERVICE_PORT: u16 = 80;
@@ -41,7 +41,7 @@ impl StampingTestEnv {
         let mut lb = LoadBalancer::load(options).unwrap();
         segment.load_balancer.run_in_namespace(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
         let lb_stamping_mode =
-            ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() };
+            ServiceSettings { timestamps: CookieStamper::LoadBalancer, ..ServiceSettings::default() };
         let service_index = lb.set_services(&[(service_address((VIP, SERVICE_PORT)), lb_stamping_mode)]).unwrap()[0];
         lb.set_cookie_keys(&fleet_keys(CookieKeyIndex::First));
         lb.set_time_key(service_index, CookieKey { k0: 77, k1: 88 });
@@ -116,7 +116,7 @@ fn exchange_and_check_data(client: &mut TcpStream, server: &mut TcpStream) {
 #[test]
 fn connections_continue_with_shared_timestamp_clock() {
     skip_if!(missing_bpf_rights());
-    pin_to_one_cpu();
+    pin_thread_to_one_cpu();
     let env = StampingTestEnv::new();
     // Until the servers' clocks are known, connections are not stamped but have flow table entries.
     let mut unstamped_connections: Vec<_> = (0..SERVER_COUNT).map(|_| env.open_connection()).collect();
@@ -142,7 +142,7 @@ fn connections_continue_with_shared_timestamp_clock() {
 #[test]
 fn connections_continue_with_timestamp_clock_per_connection() {
     skip_if!(missing_bpf_rights());
-    pin_to_one_cpu();
+    pin_thread_to_one_cpu();
     let env = StampingTestEnv::new();
     for host in &env.segment.servers {
         host.set_sysctl("ipv4/tcp_timestamps", "1");
@@ -170,7 +170,7 @@ fn connections_continue_with_timestamp_clock_per_connection() {
             && env.service_counter(intf::LB_COUNTER_ESTABLISHED) > 100
     );
     for clock in env.server_clock_measurements() {
-        assert!(clock.disagreeing_reply_count > 0 && clock.stamping_problem().is_none(), "{clock:?}");
+        assert!(clock.disagreeing_syn_ack_count > 0 && clock.stamping_problem().is_none(), "{clock:?}");
     }
     expect_connections_survive_key_changes(env, stamped_connections.into_iter().chain(unstamped_connections).collect());
 }

@@ -21,7 +21,7 @@ use crate::support::balancer::{TestBalancer, VIP, XDP_TX, random_placement_table
 use crate::support::{ACK, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
 const TABLE_SWITCH_COUNT: u64 = 1_000;
-const DECISIONS_BETWEEN_SWITCHES: u64 = 30;
+const DECISIONS_BETWEEN_TABLE_SWITCHES: u64 = 30;
 const TEST_TIME_LIMIT: Duration = Duration::from_secs(240);
 
 /// Returns a placement table with [`PlacementRule::Table`], in which each bucket of each RSS group has a random server
@@ -53,10 +53,10 @@ fn table_with_random_candidates(
         assignment_cost: 0,
         core_slots: servers.iter().map(|server| ServerCore { server: *server, core: 0 }).collect(),
         members: servers.iter().map(|server| PlacementTableMember { server: *server, fixed_point_load: 0 }).collect(),
-        consistent_servers: rendezvous_table(servers, bucket_count),
-        previous_consistent_servers: Vec::new(),
+        consistent_server_by_bucket: rendezvous_table(servers, bucket_count),
+        previous_consistent_server_by_bucket: Vec::new(),
         down_servers: Vec::new(),
-        core_slot_ages: Vec::new(),
+        load_age_by_core_slot: Vec::new(),
     }
 }
 
@@ -113,7 +113,7 @@ fn each_decision_follows_one_table_during_switches() {
             switch_count += 1;
             // Each table is active for the same number of decisions, because one table is written faster than the
             // other.
-            let next_switch_count = sum_decision_counts() + DECISIONS_BETWEEN_SWITCHES;
+            let next_switch_count = sum_decision_counts() + DECISIONS_BETWEEN_TABLE_SWITCHES;
             while sum_decision_counts() < next_switch_count && start_time.elapsed() < TEST_TIME_LIMIT {
                 std::thread::yield_now();
             }
@@ -188,7 +188,7 @@ fn replaced_candidates_affect_only_new_connections() {
             // A connection without timestamps (from another port) follows its bucket.
             let client = (client.0, 40_000 + port);
             let ack_frame = TcpPacket { flags: ACK, ..TcpPacket::new(client, VIP) }.to_frame();
-            let consistent_server = table.consistent_server(&FourTuple::ipv4(client, VIP)).unwrap();
+            let consistent_server = table.select_consistent_server(&FourTuple::ipv4(client, VIP)).unwrap();
             assert_eq!(balancer.forward_frame(&ack_frame), balancer.server_macs[&(0, consistent_server)], "ACK {port}");
         }
         // The controller's next table replaces the table whose candidates were replaced.

@@ -7,7 +7,7 @@ use coreward_model::consistency::{ConsistencyMode, ServiceSettings};
 use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{PlacementRule, PlacementTable, PlacementTableState};
 use coreward_model::rss::seeded_rng;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
@@ -24,7 +24,7 @@ const IP_HEADER_OFFSET: usize = 14;
 const UDP_HEADER_OFFSET: usize = IP_HEADER_OFFSET + 20;
 
 fn udp_service() -> ServiceAddress {
-    ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) }
+    ServiceAddress { protocol: TransportProtocol::Udp, ..service_address(VIP) }
 }
 
 fn four_tuple_to_vip(client: (Ipv4Addr, u16)) -> FourTuple {
@@ -38,7 +38,7 @@ fn balancer_with_table(
     rule: PlacementRule,
     rng: &mut impl rand::Rng,
 ) -> (TestBalancer, Vec<ServerId>, PlacementTable) {
-    let udp_mode = ServiceSettings { consistency, ..ServiceSettings::default_for_protocol(Protocol::Udp) };
+    let udp_mode = ServiceSettings { consistency, ..ServiceSettings::default_for_protocol(TransportProtocol::Udp) };
     let services = [(udp_service(), udp_mode), (service_address(VIP), ServiceSettings::default())];
     let mut balancer = TestBalancer::with_model(&services, LoadBalancerOptions::default(), rng);
     let server_ids = balancer.replace_servers(0, 9, rng);
@@ -94,9 +94,9 @@ fn datagrams_of_a_flow_go_to_one_server() {
     let (client, chosen_server) = flows_with_servers[0];
     balancer.lb.remove_server(balancer.service_indexes[0], chosen_server);
     let frame = UdpDatagram::new(client, VIP).to_frame();
-    let (xdp_action, _) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
+    let (xdp_action, _) = balancer.process_frame_expecting_counter(&frame, Some(0), "new_connection");
     assert_eq!(xdp_action, XDP_TX);
-    balancer.run_expecting_counter(&frame, Some(0), "flow_table");
+    balancer.process_frame_expecting_counter(&frame, Some(0), "flow_table");
 }
 
 #[test]
@@ -115,13 +115,13 @@ fn udp_flow_moves_when_health_checks_find_its_server_down() {
     balancer.expect_sent_to(0, &frame, chosen_server, "flow_table");
     balancer.lb.set_server_masked(balancer.service_indexes[0], chosen_server, true);
     let has_other_mac = |id: &&ServerId| balancer.server_macs[&(0, **id)] != balancer.server_macs[&(0, chosen_server)];
-    let (xdp_action, forwarded_frame) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
+    let (xdp_action, forwarded_frame) = balancer.process_frame_expecting_counter(&frame, Some(0), "new_connection");
     assert_eq!(xdp_action, XDP_TX);
     assert!(
         ids.iter().filter(has_other_mac).any(|id| forwarded_frame[..6] == balancer.server_macs[&(0, *id)].0),
         "it went to {chosen_server}"
     );
-    balancer.run_expecting_counter(&frame, Some(0), "flow_table");
+    balancer.process_frame_expecting_counter(&frame, Some(0), "flow_table");
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn malformed_datagrams_are_dropped_and_counted() {
         let mut frame = frame.clone();
         frame[UDP_HEADER_OFFSET + 4..UDP_HEADER_OFFSET + 6].copy_from_slice(&length_field.to_be_bytes());
         if (8..=udp_length).contains(&length_field) {
-            balancer.run_expecting_counter(&frame, Some(0), "per_packet");
+            balancer.process_frame_expecting_counter(&frame, Some(0), "per_packet");
         } else {
             balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_udp");
         }
@@ -304,10 +304,10 @@ fn fragment_table_has_its_documented_capacity() {
     // Each CPU processes one datagram, and the first CPU all the others.
     for (n, datagram) in fragmented_datagrams.iter().enumerate() {
         pin_to_cpu(cpu_numbers.get(n).copied().unwrap_or(cpu_numbers[0]));
-        assert_eq!(balancer.run_frame(&datagram[0]).0, XDP_TX);
+        assert_eq!(balancer.process_frame(&datagram[0]).0, XDP_TX);
     }
     let forwarded_count =
-        fragmented_datagrams.iter().filter(|datagram| balancer.run_frame(&datagram[1]).0 == XDP_TX).count();
+        fragmented_datagrams.iter().filter(|datagram| balancer.process_frame(&datagram[1]).0 == XDP_TX).count();
     sched_setaffinity(Pid::from_raw(0), &allowed_cpus).unwrap();
     assert_eq!(forwarded_count, fragmented_datagrams.len());
 }
@@ -319,12 +319,14 @@ fn fragments_of_a_removed_service_are_dropped() {
     let (mut balancer, _, _) = balancer_with_table(ConsistencyMode::HashTable, PlacementRule::Table, &mut rng);
     let fragments_in_order =
         build_fragment_frames(&UdpDatagram { identification: 7, ..UdpDatagram::new(random_client(&mut rng), VIP) }, 3);
-    balancer.run_expecting_counter(&fragments_in_order[0], Some(0), "new_connection");
-    balancer.run_expecting_counter(&fragments_in_order[1], Some(0), "fragment");
+    balancer.process_frame_expecting_counter(&fragments_in_order[0], Some(0), "new_connection");
+    balancer.process_frame_expecting_counter(&fragments_in_order[1], Some(0), "fragment");
     // Another service of the VIP gets the removed service's index, and another server the removed server's id.
-    let other_service = ServiceAddress { protocol: Protocol::Udp, ..service_address((VIP.0, 5353)) };
-    balancer.service_indexes =
-        balancer.lb.set_services(&[(other_service, ServiceSettings::default_for_protocol(Protocol::Udp))]).unwrap();
+    let other_service = ServiceAddress { protocol: TransportProtocol::Udp, ..service_address((VIP.0, 5353)) };
+    balancer.service_indexes = balancer
+        .lb
+        .set_services(&[(other_service, ServiceSettings::default_for_protocol(TransportProtocol::Udp))])
+        .unwrap();
     for id in 0..coreward_intf::SERVER_ID_COUNT {
         let server_mac = Some(coreward_dataplane::mac::MacAddress([2, 0, 0, 0, 0, 7]));
         let id = ServerId::try_from(u64::from(id)).unwrap();

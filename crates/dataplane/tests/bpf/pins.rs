@@ -36,9 +36,10 @@ fn pin_directory_is_locked_by_one_process() {
 fn read_only_commands_create_no_pins() {
     skip_if!(missing_bpf_rights());
     let pins = PinDirectory::new();
-    for open_error in
-        [PinnedConnectionTable::open(&pins.path()).unwrap_err(), capture::pinned_services(&pins.path()).unwrap_err()]
-    {
+    for open_error in [
+        PinnedConnectionTable::open(&pins.path()).unwrap_err(),
+        capture::pinned_services_with_names(&pins.path()).unwrap_err(),
+    ] {
         assert!(open_error.to_string().starts_with("no load balancer has pinned anything in "), "{open_error}");
     }
     assert_eq!(std::fs::read_dir(pins.path()).unwrap().count(), 0);

@@ -53,7 +53,7 @@ fn exchange_data_and_close(env: &ServerTestEnv, listener: &TcpListener) {
     assert!(env.server_counter(intf::SERVER_COUNTER_RESTORED) > 100);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_TSVAL_CLAMPED), 0);
-    env.assert_no_errors();
+    env.assert_no_kernel_errors();
 }
 
 #[test]
@@ -183,7 +183,7 @@ fn expect_packets_of_other_clock_unchanged(family: AddressFamily) {
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_STAMPED), 0);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_RESTORED), 0);
     assert!(env.server_counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK) > 0);
-    env.assert_no_errors();
+    env.assert_no_kernel_errors();
 }
 
 #[test]
@@ -220,7 +220,7 @@ fn expect_broadcast_accepted_by_its_connection(family: AddressFamily) {
 }
 
 #[test]
-fn new_process_takes_over_the_programs() {
+fn new_process_takes_over_the_server_programs() {
     skip_if!(missing_bpf_rights());
     let mut env = ServerTestEnv::new();
     let listener = env.listen_at_vip();
@@ -233,7 +233,7 @@ fn new_process_takes_over_the_programs() {
         send_and_receive(&mut server, &mut client, &byte_pattern(round * 100_000));
         assert!(env.server_counter(intf::SERVER_COUNTER_STAMPED) > stamped_count_before, "counters go on, and count");
     }
-    env.assert_no_errors();
+    env.assert_no_kernel_errors();
 
     // The device is replaced by another one. The pinned links of the former device are then also replaced.
     env.veth_pair.server.run_ip_command("link del eth0");
@@ -247,11 +247,11 @@ fn new_process_takes_over_the_programs() {
     assert!(env.server_counter(intf::SERVER_COUNTER_STAMPED) > stamped_count_before);
 }
 
-const PACKETS_PER_KEY: usize = 500;
-const RUN_TIMEOUT: Duration = Duration::from_secs(60);
+const PACKETS_PER_COOKIE_KEY: usize = 500;
+const COOKIE_KEY_CHANGES_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Transfers 1 MiB each way in each round until `is_over` is true. Returns the number of rounds.
-fn transfer_until(is_over: &AtomicBool, client: &mut TcpStream, server: &mut TcpStream) -> u64 {
+fn transfer_data_until_stopped(is_over: &AtomicBool, client: &mut TcpStream, server: &mut TcpStream) -> u64 {
     let transferred_data = byte_pattern(1 << 20);
     let mut round_count = 0;
     while !is_over.load(Ordering::Relaxed) {
@@ -264,7 +264,7 @@ fn transfer_until(is_over: &AtomicBool, client: &mut TcpStream, server: &mut Tcp
 
 /// Asserts that a transfer in both directions continues while the fleet's current cookie key changes 30 times.
 #[test]
-fn transfer_continues_while_keys_change() {
+fn transfer_continues_while_cookie_keys_change() {
     skip_if!(missing_bpf_rights());
     let mut env = ServerTestEnv::new();
     let sniffer = PacketSniffer::new(&env);
@@ -272,15 +272,15 @@ fn transfer_continues_while_keys_change() {
     let key_bit_of = |frame: &Vec<u8>| read_u32(frame, tsval_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
     let current_key_bit =
         |keys: &FleetCookieKeys| if keys.current_key_index == CookieKeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
-    let (is_over, mut frames, deadline) = (AtomicBool::new(false), vec![], Instant::now() + RUN_TIMEOUT);
+    let (is_over, mut frames, deadline) = (AtomicBool::new(false), vec![], Instant::now() + COOKIE_KEY_CHANGES_TIMEOUT);
     let round_count = std::thread::scope(|scope| {
-        let transfer_thread = scope.spawn(|| transfer_until(&is_over, &mut client, &mut server));
+        let transfer_thread = scope.spawn(|| transfer_data_until_stopped(&is_over, &mut client, &mut server));
         let mut fleet_keys = fleet_keys();
         for _ in 0..30 {
             fleet_keys.current_key_index = fleet_keys.current_key_index.other_index();
             env.programs.set_cookie_keys(&fleet_keys, tsval_clock_ms() + 20);
             let mut new_key_packet_count = 0;
-            while new_key_packet_count < PACKETS_PER_KEY && Instant::now() < deadline {
+            while new_key_packet_count < PACKETS_PER_COOKIE_KEY && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(2));
                 let new_frames = sniffer.receive_frames_from_vip();
                 new_key_packet_count +=
@@ -296,7 +296,7 @@ fn transfer_continues_while_keys_change() {
     assert!(key_switch_count >= 20, "{key_switch_count} switches in {} packets", frames.len());
     assert!(frames.iter().all(|frame| read_cookie(frame) == Cookie::Server(test_server_id())));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
-    env.assert_no_errors();
+    env.assert_no_kernel_errors();
     for host in [&env.veth_pair.client, &env.veth_pair.server] {
         let [retransmission_count, sent_count] = ["TcpRetransSegs", "TcpOutSegs"].map(|name| host.kernel_counter(name));
         assert!(
@@ -308,7 +308,7 @@ fn transfer_continues_while_keys_change() {
 
 /// Side of the connection that sends first after the silence.
 #[derive(Debug, Clone, Copy)]
-enum FirstSender {
+enum FirstSenderAfterSilence {
     Server,
     Client,
     /// The server sends first, and sends more than one segment.
@@ -318,8 +318,8 @@ enum FirstSender {
 struct SilentConnection {
     client: TcpStream,
     server: TcpStream,
-    silent_time: Duration,
-    first_sender: FirstSender,
+    silence_duration: Duration,
+    first_sender: FirstSenderAfterSilence,
     has_keep_alive: bool,
 }
 
@@ -327,8 +327,8 @@ impl SilentConnection {
     fn new(
         env: &ServerTestEnv,
         listener: &TcpListener,
-        silent_time: Duration,
-        first_sender: FirstSender,
+        silence_duration: Duration,
+        first_sender: FirstSenderAfterSilence,
         has_keep_alive: bool,
     ) -> Self {
         let (mut client, mut server) = env.open_connection(listener);
@@ -340,26 +340,24 @@ impl SilentConnection {
         }
         send_and_receive(&mut client, &mut server, b"request");
         send_and_receive(&mut server, &mut client, b"answer");
-        Self { client, server, silent_time, first_sender, has_keep_alive }
+        Self { client, server, silence_duration, first_sender, has_keep_alive }
     }
 
     /// Transfers data after the silence. Returns a description of the connection if the transfer took 3 s or longer.
     fn resume_after_silence(mut self) -> Option<String> {
-        std::thread::sleep(self.silent_time);
+        std::thread::sleep(self.silence_duration);
         let (client, server, start_time) = (&mut self.client, &mut self.server, Instant::now());
-        if matches!(self.first_sender, FirstSender::Client) {
+        if matches!(self.first_sender, FirstSenderAfterSilence::Client) {
             send_and_receive(client, server, b"request");
         }
         for round in 1..20 {
             let transfer_bytes =
-                if matches!(self.first_sender, FirstSender::ServerManySegments) { 1 << 18 } else { round };
+                if matches!(self.first_sender, FirstSenderAfterSilence::ServerManySegments) { 1 << 18 } else { round };
             send_and_receive(server, client, &byte_pattern(transfer_bytes));
             send_and_receive(client, server, b"request");
         }
-        let (
-            elapsed_time,
-            Self { silent_time: silence_duration, first_sender: first_sender_kind, has_keep_alive: keep_alive, .. },
-        ) = (start_time.elapsed(), self);
+        let (elapsed_time, Self { silence_duration, first_sender: first_sender_kind, has_keep_alive: keep_alive, .. }) =
+            (start_time.elapsed(), self);
         let is_slow = elapsed_time >= Duration::from_secs(3);
         is_slow.then(|| {
             format!("{elapsed_time:?} after {silence_duration:?}, {first_sender_kind:?} first, keep-alive {keep_alive}")
@@ -371,7 +369,11 @@ impl SilentConnection {
 fn assert_connections_resume(env: &ServerTestEnv, silence_seconds: &[u64], keep_alives: &[bool]) {
     let (listener, mut connections) = (env.listen_at_vip(), vec![]);
     for silent_seconds in silence_seconds {
-        for first in [FirstSender::Server, FirstSender::Client, FirstSender::ServerManySegments] {
+        for first in [
+            FirstSenderAfterSilence::Server,
+            FirstSenderAfterSilence::Client,
+            FirstSenderAfterSilence::ServerManySegments,
+        ] {
             for keep_alive in keep_alives {
                 let silent_time = Duration::from_secs(*silent_seconds);
                 connections.push(SilentConnection::new(env, &listener, silent_time, first, *keep_alive));
@@ -391,7 +393,7 @@ fn assert_connections_resume(env: &ServerTestEnv, silence_seconds: &[u64], keep_
         slow_connections.is_empty() || retransmission_count < 4,
         "{retransmission_count} segments sent again: {slow_connections:#?}"
     );
-    env.assert_no_errors();
+    env.assert_no_kernel_errors();
 }
 
 /// Asserts that connections continue after more than 32.8 s of silence. The 16-bit time (in ms) in a TSval wraps around

@@ -11,12 +11,14 @@ use coreward_dataplane::sockets::query_open_sockets;
 use coreward_dataplane::tc::PacketDirection;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper, ServiceSettings};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::forwarding::ForwardingMode;
 use coreward_model::{FourTuple, ServerId};
 
-use crate::support::hand_client::{RawTcpClient, set_broadcast_mac, set_previous_server, tsecr_with_table_index};
+use crate::support::hand_client::{
+    RawTcpClient, set_broadcast_destination_mac, tsecr_with_table_index, write_previous_server_id,
+};
 use crate::support::network::VIP;
 use crate::support::server_env::{
     SERVICE_PORT, SOCKET_TIMEOUT, ServerTestEnv, client_address, fleet_keys, read_tcp_flags, test_server_id,
@@ -28,10 +30,11 @@ use crate::support::{
 };
 
 const CONNECTION_TABLE_INDEX: u16 = 0x2abc;
-const STATEFUL_MODE: ServiceSettings = service_mode(ConsistencyMode::Stateful, TimestampOrigin::Server);
-const BEAMER_MODE: ServiceSettings = service_mode(ConsistencyMode::Beamer, TimestampOrigin::Server);
+const STATEFUL_SERVICE_SETTINGS: ServiceSettings =
+    new_service_settings(ConsistencyMode::Stateful, CookieStamper::Server);
+const BEAMER_SERVICE_SETTINGS: ServiceSettings = new_service_settings(ConsistencyMode::Beamer, CookieStamper::Server);
 
-const fn service_mode(consistency: ConsistencyMode, timestamps: TimestampOrigin) -> ServiceSettings {
+const fn new_service_settings(consistency: ConsistencyMode, timestamps: CookieStamper) -> ServiceSettings {
     ServiceSettings { consistency, timestamps, migration: None, forwarding: ForwardingMode::L2 }
 }
 
@@ -47,7 +50,7 @@ fn cookie_in_frame(client: &RawTcpClient<'_>, frame: &[u8]) -> Cookie {
     cookies_in_frames(client, &[frame.to_vec()])[0]
 }
 
-fn leave_unchanged(_: &mut Vec<u8>) {}
+fn leave_frame_unchanged(_: &mut Vec<u8>) {}
 
 #[test]
 fn table_index_in_syn_is_hidden_from_the_kernel() {
@@ -57,7 +60,7 @@ fn table_index_in_syn_is_hidden_from_the_kernel() {
 
 fn expect_table_index_in_cookies(family: AddressFamily) {
     for syn_cookies in ["1", "2"] {
-        let env = ServerTestEnv::start_for_family(family, STATEFUL_MODE);
+        let env = ServerTestEnv::start_for_family(family, STATEFUL_SERVICE_SETTINGS);
         env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let listener = env.listen_at_vip();
         let mut client = RawTcpClient::new(&env, 4001, true);
@@ -70,7 +73,7 @@ fn expect_table_index_in_cookies(family: AddressFamily) {
         let (mut server, _) = listener.accept().unwrap();
         server.set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
         for _ in 0..3 {
-            let replies = client.send_payload(b"request", leave_unchanged);
+            let replies = client.send_payload(b"request", leave_frame_unchanged);
             assert!(!replies.is_empty());
             assert!(
                 cookies_in_frames(&client, &replies)
@@ -81,7 +84,7 @@ fn expect_table_index_in_cookies(family: AddressFamily) {
         }
         assert_eq!(env.server_counter(intf::SERVER_COUNTER_INDEX_UNKNOWN), 0);
         assert_eq!(env.server_counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
-        env.assert_no_errors();
+        env.assert_no_kernel_errors();
     }
 }
 
@@ -92,7 +95,7 @@ fn server_id_is_stamped_if_syn_has_no_table_index() {
 }
 
 fn expect_server_id_without_table_index(family: AddressFamily) {
-    let env = ServerTestEnv::start_for_family(family, STATEFUL_MODE);
+    let env = ServerTestEnv::start_for_family(family, STATEFUL_SERVICE_SETTINGS);
     let listener = env.listen_at_vip();
     // A former connection with the same 4-tuple had an index, which the server forgets when the new SYN arrives.
     let mut first_client = RawTcpClient::new(&env, 4002, true);
@@ -105,14 +108,14 @@ fn expect_server_id_without_table_index(family: AddressFamily) {
     assert_eq!(cookie_in_frame(&client, &syn_ack), Cookie::Server(test_server_id()));
     client.send_final_ack();
     let _server_stream = listener.accept().unwrap();
-    let replies = client.send_payload(b"request", leave_unchanged);
+    let replies = client.send_payload(b"request", leave_frame_unchanged);
     assert!(
         cookies_in_frames(&client, &replies).iter().all(|cookie| *cookie == Cookie::Server(test_server_id())),
         "{replies:02x?}"
     );
     assert!(env.server_counter(intf::SERVER_COUNTER_INDEX_UNKNOWN) >= 2);
     // A cookie with an index is ignored if no SYN brought that index, and the kernels count no error.
-    env.assert_no_errors();
+    env.assert_no_kernel_errors();
 }
 
 #[test]
@@ -122,16 +125,16 @@ fn connections_continue_with_the_server_id_after_table_loss() {
 }
 
 fn expect_server_id_after_table_loss(family: AddressFamily) {
-    let env = ServerTestEnv::start_for_family(family, STATEFUL_MODE);
+    let env = ServerTestEnv::start_for_family(family, STATEFUL_SERVICE_SETTINGS);
     let listener = env.listen_at_vip();
     let mut client = RawTcpClient::new(&env, 4003, true);
     client.open_connection(tsecr_with_table_index(CONNECTION_TABLE_INDEX));
     client.send_final_ack();
     let (mut server, _) = listener.accept().unwrap();
-    let replies_with_index = client.send_payload(b"request", leave_unchanged);
+    let replies_with_index = client.send_payload(b"request", leave_frame_unchanged);
     assert_eq!(cookie_in_frame(&client, &replies_with_index[0]), Cookie::TableIndex(CONNECTION_TABLE_INDEX));
     // After one broadcast round trip the server stamps its id. TSecr values with the index are still restored.
-    let replies_after_loss = client.send_payload(b"request", |frame| set_broadcast_mac(frame));
+    let replies_after_loss = client.send_payload(b"request", |frame| set_broadcast_destination_mac(frame));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INDEX_GIVEN_UP), 1);
     assert_eq!(cookie_in_frame(&client, replies_after_loss.last().unwrap()), Cookie::Server(test_server_id()));
@@ -139,12 +142,12 @@ fn expect_server_id_after_table_loss(family: AddressFamily) {
         .server_tsval
         .wrapping_sub(read_u32(&replies_with_index[0], tsval_offset(&replies_with_index[0]).unwrap()));
     assert!(tsval_step < 1 << 31, "TSval does not step back");
-    let later_replies = client.send_payload(b"request", leave_unchanged);
+    let later_replies = client.send_payload(b"request", leave_frame_unchanged);
     assert_eq!(cookie_in_frame(&client, &later_replies[0]), Cookie::Server(test_server_id()));
     server.set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
     server.read_exact(&mut [0; 21]).unwrap();
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
-    env.assert_no_errors();
+    env.assert_no_kernel_errors();
 }
 
 /// Runs the server's programs on a SYN of client `client_number` with a connection table index, and on the SYN-ACK.
@@ -166,14 +169,14 @@ fn run_flood_handshake(env: &ServerTestEnv, client_number: u32) {
 #[test]
 fn syn_flood_evicts_table_indexes_without_breaking_connections() {
     skip_if!(missing_bpf_rights());
-    let env = ServerTestEnv::start_with_mode(STATEFUL_MODE);
+    let env = ServerTestEnv::start_with_settings(STATEFUL_SERVICE_SETTINGS);
     let listener = env.listen_at_vip();
     let (mut established_client, mut half_open_client) =
         (RawTcpClient::new(&env, 4004, true), RawTcpClient::new(&env, 4005, true));
     established_client.open_connection(tsecr_with_table_index(CONNECTION_TABLE_INDEX));
     established_client.send_final_ack();
     let _first_stream = listener.accept().unwrap();
-    assert!(!established_client.send_payload(b"request", leave_unchanged).is_empty());
+    assert!(!established_client.send_payload(b"request", leave_frame_unchanged).is_empty());
     let syn_ack = half_open_client.open_connection(tsecr_with_table_index(CONNECTION_TABLE_INDEX + 1));
     assert_eq!(cookie_in_frame(&half_open_client, &syn_ack), Cookie::TableIndex(CONNECTION_TABLE_INDEX + 1));
 
@@ -191,11 +194,11 @@ fn syn_flood_evicts_table_indexes_without_breaking_connections() {
     half_open_client.receive_replies();
     half_open_client.send_final_ack();
     let _second_stream = listener.accept().unwrap();
-    let replies = half_open_client.send_payload(b"request", leave_unchanged);
+    let replies = half_open_client.send_payload(b"request", leave_frame_unchanged);
     assert_eq!(cookie_in_frame(&half_open_client, &replies[0]), Cookie::Server(test_server_id()));
-    let replies = established_client.send_payload(b"request", leave_unchanged);
+    let replies = established_client.send_payload(b"request", leave_frame_unchanged);
     assert_eq!(cookie_in_frame(&established_client, &replies[0]), Cookie::TableIndex(CONNECTION_TABLE_INDEX));
-    env.assert_no_errors();
+    env.assert_no_kernel_errors();
 }
 
 const PREVIOUS_SERVER_ID: u16 = 0x0abc;
@@ -207,9 +210,9 @@ fn previous_server_id() -> ServerId {
 
 /// Sends `frame` with `identification` as the previous server's id. Returns whether the receiving server forwarded
 /// `frame` to the previous server.
-fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
+fn send_and_check_if_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
-    set_previous_server(&mut frame, identification);
+    write_previous_server_id(&mut frame, identification);
     client.collect_all_frames();
     client.send_frame(&frame);
     let received_frames = client.collect_all_frames();
@@ -221,16 +224,16 @@ fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identif
     let mut expected_frame = frame.clone();
     expected_frame[6..12].copy_from_slice(&frame[..6]);
     expected_frame[..6].copy_from_slice(&PREVIOUS_SERVER_MAC.0);
-    set_previous_server(&mut expected_frame, intf::NO_SERVER as u16);
+    write_previous_server_id(&mut expected_frame, intf::NO_SERVER as u16);
     assert_eq!(forwarded_frame[..expected_frame.len()], expected_frame[..]);
     assert!(is_ipv6(&frame) || ones_complement_sum(&forwarded_frame[14..34]) == 0xffff);
     true
 }
 
 /// Sends `frame` with `identification` as the previous server's id. Returns whether the client received a reply.
-fn send_and_check_reply(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
+fn send_and_check_if_answered(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
-    set_previous_server(&mut frame, identification);
+    write_previous_server_id(&mut frame, identification);
     client.collect_all_frames();
     client.send_frame(&frame);
     let (sources, destinations) = if is_ipv6(&frame) { (22..38, 38..54) } else { (26..30, 30..34) };
@@ -254,10 +257,10 @@ fn expect_unforwarded_after_handshake(env: &ServerTestEnv, listener: &TcpListene
     let mut client = RawTcpClient::new(env, port, false);
     client.open_connection(0);
     let ack_frame = client.build_next_frame(ACK, 0, b"");
-    assert!(!send_and_check_forwarded(&mut client, &ack_frame, PREVIOUS_SERVER_ID), "SYN cookies {syn_cookies}");
+    assert!(!send_and_check_if_forwarded(&mut client, &ack_frame, PREVIOUS_SERVER_ID), "SYN cookies {syn_cookies}");
     let (mut server, _) = listener.accept().unwrap();
     server.set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
-    client.send_payload(b"request", |frame| set_previous_server(frame, PREVIOUS_SERVER_ID));
+    client.send_payload(b"request", |frame| write_previous_server_id(frame, PREVIOUS_SERVER_ID));
     server.read_exact(&mut [0; 7]).unwrap();
 }
 
@@ -268,25 +271,25 @@ fn expect_forwarded_to_previous_server(family: AddressFamily) {
     let listener = env.listen_at_vip();
     let mut client = RawTcpClient::new(&env, 4006, false);
     let (stray_frame, syn_frame) = (client.build_next_frame(ACK, 0, b"stray"), client.build_next_frame(SYN, 0, b""));
-    assert!(send_and_check_forwarded(&mut client, &stray_frame, PREVIOUS_SERVER_ID));
+    assert!(send_and_check_if_forwarded(&mut client, &stray_frame, PREVIOUS_SERVER_ID));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_CHAINED), 1);
     for identification in [intf::NO_SERVER as u16, test_server_id().get(), 0x7000] {
-        assert!(!send_and_check_forwarded(&mut client, &stray_frame, identification), "{identification:#x}");
+        assert!(!send_and_check_if_forwarded(&mut client, &stray_frame, identification), "{identification:#x}");
     }
     // While the previous server's MAC address is unknown, a packet that may belong to that server's connection is
     // dropped. The server sends no RST, so the client retransmits the packet.
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
-    assert!(!send_and_check_reply(&mut client, &stray_frame, PREVIOUS_SERVER_ID + 1));
+    assert!(!send_and_check_if_answered(&mut client, &stray_frame, PREVIOUS_SERVER_ID + 1));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
     assert!(
-        send_and_check_reply(&mut client, &stray_frame, intf::NO_SERVER as u16),
+        send_and_check_if_answered(&mut client, &stray_frame, intf::NO_SERVER as u16),
         "an unknown connection is refused"
     );
-    assert!(!send_and_check_forwarded(&mut client, &syn_frame, PREVIOUS_SERVER_ID), "a connection begins here");
+    assert!(!send_and_check_if_forwarded(&mut client, &syn_frame, PREVIOUS_SERVER_ID), "a connection begins here");
     // The cookie in a timestamp names this server.
     let mut timestamp_client = RawTcpClient::new(&env, 4007, true);
     let frame = timestamp_client.build_next_frame(ACK, 5, b"stray");
-    assert!(!send_and_check_forwarded(&mut timestamp_client, &frame, PREVIOUS_SERVER_ID));
+    assert!(!send_and_check_if_forwarded(&mut timestamp_client, &frame, PREVIOUS_SERVER_ID));
 
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
         expect_unforwarded_after_handshake(&env, &listener, port, syn_cookies);
@@ -301,9 +304,9 @@ fn packets_with_timestamps_are_forwarded_if_they_name_the_previous_server() {
 }
 
 fn expect_all_packets_forwarded(family: AddressFamily) {
-    let timestamps_off_mode = service_mode(ConsistencyMode::Stateless, TimestampOrigin::Off);
+    let timestamps_off_mode = new_service_settings(ConsistencyMode::Stateless, CookieStamper::Off);
     for (mode, chained) in [
-        (BEAMER_MODE, true),
+        (BEAMER_SERVICE_SETTINGS, true),
         (timestamps_off_mode, true),
         (ServiceSettings { consistency: ConsistencyMode::HashTable, ..timestamps_off_mode }, false),
     ] {
@@ -313,7 +316,7 @@ fn expect_all_packets_forwarded(family: AddressFamily) {
         let listener = env.listen_at_vip();
         let mut client = RawTcpClient::new(&env, 4008, true);
         let stray_frame = client.build_next_frame(ACK, 5, b"stray");
-        assert_eq!(send_and_check_forwarded(&mut client, &stray_frame, PREVIOUS_SERVER_ID), chained, "{mode:?}");
+        assert_eq!(send_and_check_if_forwarded(&mut client, &stray_frame, PREVIOUS_SERVER_ID), chained, "{mode:?}");
         // Packets are neither stamped nor restored.
         let (mut client_stream, mut server_stream) = env.open_connection(&listener);
         support::server_env::send_and_receive(&mut client_stream, &mut server_stream, b"request");
@@ -321,13 +324,13 @@ fn expect_all_packets_forwarded(family: AddressFamily) {
         for counter in [intf::SERVER_COUNTER_STAMPED, intf::SERVER_COUNTER_RESTORED] {
             assert_eq!(env.server_counter(counter), 0, "{mode:?}");
         }
-        env.assert_no_errors();
+        env.assert_no_kernel_errors();
     }
 }
 
 /// Returns a broadcast ICMP error ("fragmentation needed" or "packet too big") that quotes a packet from
 /// `quoted_source` to `quoted_destination`.
-fn broadcast_icmp_error(
+fn broadcast_icmp_error_frame(
     client: &RawTcpClient<'_>,
     quoted_source: SocketAddr,
     quoted_destination: SocketAddr,
@@ -335,7 +338,7 @@ fn broadcast_icmp_error(
     let quoted_packet = TcpPacket::between(quoted_source, quoted_destination).to_frame();
     let mut frame = client.build_next_frame(ACK, 0, b"");
     if is_ipv6(&frame) {
-        replace_by_icmpv6_error(&mut frame, &quoted_packet[14..]);
+        replace_segment_by_icmpv6_error(&mut frame, &quoted_packet[14..]);
     } else {
         frame.truncate(34);
         frame[16..18].copy_from_slice(&56u16.to_be_bytes());
@@ -345,14 +348,14 @@ fn broadcast_icmp_error(
         let checksum = !ones_complement_sum(&frame[34..]);
         frame[36..38].copy_from_slice(&checksum.to_be_bytes());
     }
-    set_previous_server(&mut frame, 1);
-    set_broadcast_mac(&mut frame);
+    write_previous_server_id(&mut frame, 1);
+    set_broadcast_destination_mac(&mut frame);
     frame
 }
 
 /// Replaces the frame's TCP segment by the ICMPv6 error "packet too big" (RFC 4443, Sect. 3.2), which quotes
 /// `quoted_packet` and reports an MTU of 1,280 bytes.
-fn replace_by_icmpv6_error(frame: &mut Vec<u8>, quoted_packet: &[u8]) {
+fn replace_segment_by_icmpv6_error(frame: &mut Vec<u8>, quoted_packet: &[u8]) {
     frame.truncate(14 + 40);
     frame.extend([2, 0, 0, 0, 0, 0, 5, 0]);
     frame.extend(quoted_packet);
@@ -390,13 +393,13 @@ fn expect_broadcast_errors_accepted_by_connection(family: AddressFamily) {
         ((vip_address(family).ip(), SERVICE_PORT + 1).into(), self::client_address(family, client_port), (1, 1)),
     ];
     for (source, destination, expected) in quotes_with_counters {
-        let frame = broadcast_icmp_error(&client, source, destination);
+        let frame = broadcast_icmp_error_frame(&client, source, destination);
         client.send_frame(&frame);
         client.collect_all_frames();
         assert_eq!(read_counters(), expected, "{source:?} {destination:?}");
     }
     let mut unicast_error =
-        broadcast_icmp_error(&client, vip_address(family), self::client_address(family, client_port));
+        broadcast_icmp_error_frame(&client, vip_address(family), self::client_address(family, client_port));
     unicast_error[..6].copy_from_slice(&client.build_next_frame(ACK, 0, b"")[..6]);
     client.send_frame(&unicast_error);
     client.collect_all_frames();
@@ -422,8 +425,9 @@ fn each_stalled_handshake_or_connection_is_counted_once() {
     deaf_client.send_final_ack();
     let (mut server, _) = listener.accept().unwrap();
     server.write_all(b"answer").unwrap();
-    let count_syn_acks =
-        || silent_client.collect_own_frames().iter().filter(|frame| read_tcp_flags(frame) == SYN | ACK).count();
+    let count_syn_acks = || {
+        silent_client.collect_frames_to_this_client().iter().filter(|frame| read_tcp_flags(frame) == SYN | ACK).count()
+    };
     let (mut syn_ack_count, deadline) = (1, Instant::now() + SOCKET_TIMEOUT);
     while syn_ack_count < 4 {
         std::thread::sleep(Duration::from_millis(20));

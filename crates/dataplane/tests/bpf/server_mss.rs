@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd as _;
 
 use coreward_intf as intf;
-use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{CookieStamper, ServiceSettings};
 use coreward_model::forwarding::ForwardingMode;
 use nix::sys::socket::{getsockopt, sockopt};
 
@@ -27,20 +27,20 @@ const OUTER_HEADER_BYTES_BY_ADDRESS: [(IpAddr, u32); 2] =
 /// SYN-ACKs whose MSS was reduced. `server` is the server's address in outer headers.
 fn connect_and_get_segment_size(family: AddressFamily, mode: ServiceSettings, server: IpAddr) -> (u32, u64) {
     let mut env = ServerTestEnv::start_for_family(family, mode);
-    env.programs.set_outer_address_family(server);
+    env.programs.set_outer_family_from_address(server);
     set_services(&mut env.programs, mode);
     let listener = env.listen_at_vip();
     let (mut client, mut server) = env.open_connection(&listener);
     client.write_all(&[7; 100_000]).unwrap();
     server.read_exact(&mut [0; 100_000]).unwrap();
-    env.assert_no_errors();
+    env.assert_no_kernel_errors();
     (getsockopt(&client.as_fd(), sockopt::TcpMaxSeg).unwrap(), env.server_counter(intf::SERVER_COUNTER_MSS_CLAMPED))
 }
 
 #[test]
 fn syn_ack_mss_leaves_room_for_the_outer_header() {
     skip_if!(missing_bpf_rights());
-    let (server, off) = (TimestampOrigin::Server, TimestampOrigin::Off);
+    let (server, off) = (CookieStamper::Server, CookieStamper::Off);
     for (timestamps, forwarding) in [
         (server, ForwardingMode::Ipip),
         (server, ForwardingMode::Gue),

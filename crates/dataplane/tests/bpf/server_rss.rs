@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd as _;
 
-use coreward_dataplane::steer::SteerProgram;
+use coreward_dataplane::steer::ConnectionSteeringProgram;
 use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::consistency::ServiceSettings;
@@ -19,7 +19,7 @@ const QUEUE_COUNT: u16 = 4;
 const CONNECTION_COUNT: usize = 32;
 
 fn new_rss_config(hash_input_transform: RssInputTransform) -> RssConfig {
-    let indirection_table = IndirectionTable::balanced(1, 128, QUEUE_COUNT).unwrap();
+    let indirection_table = IndirectionTable::draw_balanced_entries(1, 128, QUEUE_COUNT).unwrap();
     RssConfig {
         key: RssKey::microsoft_verification_key().with_input_transform(hash_input_transform),
         indirection_table,
@@ -87,10 +87,11 @@ fn connections_reach_the_socket_of_their_receive_queue() {
     skip_if!(missing_bpf_rights());
     for (env, rss) in start_test_envs() {
         let listeners = bind_reuseport_listeners(&env);
-        let steer_program = SteerProgram::load(&env.pins.path(), "service", env.programs.rss_map_fd()).unwrap();
+        let steer_program =
+            ConnectionSteeringProgram::load(&env.pins.path(), "service", env.programs.rss_map_fd()).unwrap();
         let slots: Vec<_> =
             listeners.iter().map(|socket| steer_program.add_listening_socket(socket.as_fd()).ok()).collect();
-        steer_program.set_slots_by_queue(&slots);
+        steer_program.set_socket_slots_by_queue(&slots);
         steer_program.attach_to_socket_group(listeners[0].as_fd()).unwrap();
         for _ in 0..CONNECTION_COUNT {
             let client = env.connect_client();

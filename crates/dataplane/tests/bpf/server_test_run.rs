@@ -9,7 +9,7 @@ use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::rss::{seeded_rng, uniform_below};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -73,7 +73,7 @@ impl TestServerPrograms {
 
     fn set_dual_stack_services(&mut self) {
         let service_address_of_family =
-            |family| ServiceAddress { vip_and_port: vip_of_family(family), protocol: Protocol::Tcp };
+            |family| ServiceAddress { vip_and_port: vip_of_family(family), protocol: TransportProtocol::Tcp };
         let services =
             AddressFamily::BOTH.map(|family| (service_address_of_family(family), self.id, ServiceSettings::default()));
         self.programs.set_services(&services).unwrap();
@@ -252,7 +252,7 @@ fn packets_not_to_be_stamped_or_restored_are_unchanged() {
 }
 
 /// Asserts that the program passes `packet` unchanged and increases `expected_counters`.
-fn expect_unchanged(
+fn expect_packet_unchanged(
     server: &TestServerPrograms,
     direction: PacketDirection,
     packet: &TcpPacket,
@@ -274,20 +274,20 @@ fn expect_unstamped_egress_packets_unchanged(server: &TestServerPrograms, family
         change(&mut packet);
         packet
     };
-    expect_unchanged(server, PacketDirection::Egress, &build_egress_packet(|p| p.source.set_port(81)), &[]);
-    let set_other_vip = |p: &mut TcpPacket| match &mut p.ipv6_addresses {
+    expect_packet_unchanged(server, PacketDirection::Egress, &build_egress_packet(|p| p.source.set_port(81)), &[]);
+    let set_other_vip = |p: &mut TcpPacket| match &mut p.ipv6_source_and_destination {
         Some([source, _]) => *source = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 1, 0, 0xc8, 1),
         None => p.source.set_ip(Ipv4Addr::new(10, 200, 0, 2)),
     };
-    expect_unchanged(server, PacketDirection::Egress, &build_egress_packet(set_other_vip), &[]);
-    expect_unchanged(
+    expect_packet_unchanged(server, PacketDirection::Egress, &build_egress_packet(set_other_vip), &[]);
+    expect_packet_unchanged(
         server,
         PacketDirection::Egress,
         &build_egress_packet(|p| p.tcp_options.clear()),
         &["egress_without_timestamp"],
     );
     // A TSval with a random offset per connection or in microseconds is from another clock and could not be restored.
-    expect_unchanged(
+    expect_packet_unchanged(
         server,
         PacketDirection::Egress,
         &build_egress_packet(|p| p.tcp_options = aligned_timestamp_option(tsval_clock_ms().wrapping_add(5000), 1)),
@@ -297,8 +297,9 @@ fn expect_unstamped_egress_packets_unchanged(server: &TestServerPrograms, family
 
 fn expect_unrestored_ingress_packets_unchanged(server: &TestServerPrograms, family: AddressFamily) {
     let (client, vip) = (fixed_client_address(family), vip_of_family(family));
-    let expect_unchanged_ingress =
-        |packet: &TcpPacket, counters: &[&str]| expect_unchanged(server, PacketDirection::Ingress, packet, counters);
+    let expect_unchanged_ingress = |packet: &TcpPacket, counters: &[&str]| {
+        expect_packet_unchanged(server, PacketDirection::Ingress, packet, counters)
+    };
     let tuple = four_tuple_to_vip(client);
     let other_id = ServerId::try_from(u64::from(server.id.get() ^ 1)).unwrap();
     let stamped_tsval = |cookie| server.expected_tsval(&tuple, cookie, tsval_clock_ms());

@@ -8,7 +8,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, DispatchPolicy, QUEUE_POLL_INTERVAL, RequestTimeouts, WorkerRequestCounts};
+use coreward_dataplane::dispatch::{
+    self, DispatchPolicy, RequestTimeouts, WORKER_QUEUE_POLL_INTERVAL, WorkerRequestCounts,
+};
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_dispatch::{config, service, status};
 use nix::sched::{CloneFlags, unshare};
@@ -28,8 +30,8 @@ const WORKER_ENV_VARIABLE: &str = "COREWARD_TEST_WORKER";
 
 /// First byte of a request to which the worker responds with a copy of the request. The next four bytes are the id.
 const ECHO_REQUEST_TYPE: u8 = 0;
-const THREE_DATAGRAMS_REQUEST: u8 = 1;
-const NO_RESPONSE_REQUEST: u8 = 2;
+const THREE_DATAGRAMS_REQUEST_TYPE: u8 = 1;
+const NO_RESPONSE_REQUEST_TYPE: u8 = 2;
 
 /// Runs a worker process, which is a simple UDP server without epoll. It is started by the tests and is no test itself.
 #[test]
@@ -47,8 +49,8 @@ fn worker_process() {
         let (length, client) = socket.recv_from(&mut request).unwrap();
         std::thread::sleep(Duration::from_micros(200));
         let response_count = match request[0] {
-            NO_RESPONSE_REQUEST => 0,
-            THREE_DATAGRAMS_REQUEST => 3,
+            NO_RESPONSE_REQUEST_TYPE => 0,
+            THREE_DATAGRAMS_REQUEST_TYPE => 3,
             _ => 1,
         };
         (0..response_count).for_each(|_| drop(socket.send_to(&request[..length], client)));
@@ -97,7 +99,7 @@ struct DispatchTestEnv {
     service_config: config::DispatchServiceConfig,
     pin_directory: PathBuf,
     clients: Vec<UdpSocket>,
-    responses_by_request_id: BTreeMap<u32, u32>,
+    response_counts_by_request_id: BTreeMap<u32, u32>,
     sent_request_count: u32,
     last_polled_at: Instant,
 }
@@ -108,7 +110,7 @@ impl DispatchTestEnv {
         let instance_number = TEST_ENV_COUNT.fetch_add(1, Ordering::Relaxed);
         let mut service_config = config::DispatchServiceConfig::new(SERVICE_ADDRESS, policy);
         service_config.program_options.request_id_position =
-            Some(dispatch::RequestIdPosition { request_offset: 1, response_offset: 1, byte_count: 4 });
+            Some(dispatch::RequestIdPosition { offset_in_request: 1, offset_in_response: 1, byte_count: 4 });
         let new_client_socket = |_| {
             let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
             socket.connect(SERVICE_ADDRESS).unwrap();
@@ -122,7 +124,7 @@ impl DispatchTestEnv {
             pin_directory: format!("/sys/fs/bpf/coreward-processes-test-{}-{instance_number}", std::process::id())
                 .into(),
             clients: (0..32).map(new_client_socket).collect(),
-            responses_by_request_id: BTreeMap::new(),
+            response_counts_by_request_id: BTreeMap::new(),
             sent_request_count: 0,
             last_polled_at: Instant::now(),
         };
@@ -145,19 +147,19 @@ impl DispatchTestEnv {
 
     fn detach_dispatch(&mut self) {
         self.service = None;
-        service::end_dispatch(&self.pin_directory_of_service()).unwrap();
+        service::stop_dispatching(&self.pin_directory_of_service()).unwrap();
     }
 
     fn pin_directory_of_service(&self) -> PathBuf {
         service::service_pin_directory(&self.pin_directory, SERVICE_ADDRESS)
     }
 
-    fn worker_counts(&self) -> Vec<WorkerRequestCounts> {
-        dispatch::open_pinned_ledger(&self.pin_directory_of_service()).unwrap().worker_counts()
+    fn worker_request_counts(&self) -> Vec<WorkerRequestCounts> {
+        dispatch::open_pinned_ledger(&self.pin_directory_of_service()).unwrap().worker_request_counts()
     }
 
     fn eligible_worker_count(&self) -> usize {
-        self.worker_counts().iter().filter(|worker| worker.is_eligible).count()
+        self.worker_request_counts().iter().filter(|worker| worker.is_eligible).count()
     }
 
     /// Sends one request, reads the responses that have arrived, and polls the service if this is due.
@@ -169,22 +171,22 @@ impl DispatchTestEnv {
         if client.send(&[&[request_type][..], &id.to_le_bytes()].concat()).is_err() {
             client.send(&[&[request_type][..], &id.to_le_bytes()].concat()).unwrap();
         }
-        self.poll_service_for(Duration::from_micros(300));
+        self.sleep_and_poll_service(Duration::from_micros(300));
     }
 
-    fn poll_service_for(&mut self, time: Duration) {
+    fn sleep_and_poll_service(&mut self, time: Duration) {
         std::thread::sleep(time);
         let mut response_bytes = [0; 64];
         for client in &self.clients {
             while let Ok(length) = client.recv(&mut response_bytes) {
                 assert_eq!(length, 5);
                 *self
-                    .responses_by_request_id
+                    .response_counts_by_request_id
                     .entry(u32::from_le_bytes(response_bytes[1..5].try_into().unwrap()))
                     .or_default() += 1;
             }
         }
-        if self.last_polled_at.elapsed() >= QUEUE_POLL_INTERVAL {
+        if self.last_polled_at.elapsed() >= WORKER_QUEUE_POLL_INTERVAL {
             self.last_polled_at = Instant::now();
             self.service.iter_mut().for_each(service::DispatchedService::poll);
         }
@@ -196,18 +198,18 @@ impl DispatchTestEnv {
             assert!(
                 Instant::now() < deadline,
                 "{condition_name}: not within {CONDITION_TIMEOUT:?}; {:?}",
-                self.worker_counts()
+                self.worker_request_counts()
             );
-            self.poll_service_for(Duration::from_millis(5));
+            self.sleep_and_poll_service(Duration::from_millis(5));
         }
     }
 
     /// Waits until every request is completed or given up. Returns the workers' counts.
     fn wait_until_all_requests_end(&mut self) -> Vec<WorkerRequestCounts> {
         self.wait_until("nothing is outstanding", |env| {
-            env.worker_counts().iter().all(|worker| worker.outstanding_requests == 0)
+            env.worker_request_counts().iter().all(|worker| worker.outstanding_requests == 0)
         });
-        let worker_counts = self.worker_counts();
+        let worker_counts = self.worker_request_counts();
         for worker in &worker_counts {
             assert_eq!(
                 worker.dispatched_requests,
@@ -222,12 +224,12 @@ impl DispatchTestEnv {
 impl Drop for DispatchTestEnv {
     fn drop(&mut self) {
         // The result is ignored, because an error here would hide the failure that ended the test.
-        let _ = service::end_dispatch(&self.pin_directory_of_service());
+        let _ = service::stop_dispatching(&self.pin_directory_of_service());
         let _ = std::fs::remove_dir(&self.pin_directory);
     }
 }
 
-fn sum_of_counts(counts: &[WorkerRequestCounts], field: impl Fn(&WorkerRequestCounts) -> u64) -> u64 {
+fn sum_field_over_workers(counts: &[WorkerRequestCounts], field: impl Fn(&WorkerRequestCounts) -> u64) -> u64 {
     counts.iter().map(field).sum()
 }
 
@@ -239,28 +241,28 @@ fn request_counts_are_exact_with_any_number_of_response_datagrams() {
             let mut env = DispatchTestEnv::start(policy, 3, NO_STALL_TIMEOUTS);
             for number in 0..600 {
                 env.send_request(match number % 10 {
-                    3 => THREE_DATAGRAMS_REQUEST,
-                    7 => NO_RESPONSE_REQUEST,
+                    3 => THREE_DATAGRAMS_REQUEST_TYPE,
+                    7 => NO_RESPONSE_REQUEST_TYPE,
                     _ => ECHO_REQUEST_TYPE,
                 });
             }
-            env.wait_until("all responses are there", |env| env.responses_by_request_id.len() == 540);
+            env.wait_until("all responses are there", |env| env.response_counts_by_request_id.len() == 540);
             // The remaining requests are never answered, and from now on they are given up soon.
             env.set_timeouts(STALL_TIMEOUTS);
             env.attach_dispatch();
             let worker_counts = env.wait_until_all_requests_end();
             assert_eq!(
-                sum_of_counts(&worker_counts, |worker| worker.dispatched_requests),
+                sum_field_over_workers(&worker_counts, |worker| worker.dispatched_requests),
                 600,
                 "{policy:?} {worker_counts:?}"
             );
             assert_eq!(
-                sum_of_counts(&worker_counts, |worker| worker.completed_requests),
+                sum_field_over_workers(&worker_counts, |worker| worker.completed_requests),
                 540,
                 "{policy:?} {worker_counts:?}"
             );
-            assert_eq!(env.responses_by_request_id.len(), 540);
-            assert_eq!(env.responses_by_request_id.values().filter(|datagrams| **datagrams == 3).count(), 60);
+            assert_eq!(env.response_counts_by_request_id.len(), 540);
+            assert_eq!(env.response_counts_by_request_id.values().filter(|datagrams| **datagrams == 3).count(), 60);
             let service_statuses = status::read_pinned_status(&[env.pin_directory_of_service()]).unwrap();
             let status_json = status::status_json(&service_statuses);
             assert_eq!(status_json["services"][0]["listen"], "127.0.0.1:5300");
@@ -283,7 +285,7 @@ fn request_counts_stay_exact_while_workers_die_or_stop() {
         let killed_pid = killed_worker.0.id();
         // No request is sent before the worker is gone, so its outstanding requests can only decrease.
         let outstanding_requests_at_kill = env
-            .worker_counts()
+            .worker_request_counts()
             .iter()
             .find(|worker| worker.worker_pid == killed_pid)
             .expect("a worker")
@@ -294,13 +296,13 @@ fn request_counts_stay_exact_while_workers_die_or_stop() {
         // The worker counts as stalled when it has got one more request and some time has passed.
         let deadline = Instant::now() + CONDITION_TIMEOUT;
         while env.eligible_worker_count() > 2 {
-            assert!(Instant::now() < deadline, "{:?}", env.worker_counts());
+            assert!(Instant::now() < deadline, "{:?}", env.worker_request_counts());
             env.send_request(ECHO_REQUEST_TYPE);
         }
         (0..300).for_each(|_| env.send_request(ECHO_REQUEST_TYPE));
-        assert_eq!(env.eligible_worker_count(), 2, "{:?}", env.worker_counts());
+        assert_eq!(env.eligible_worker_count(), 2, "{:?}", env.worker_request_counts());
         let stopped_pid = env.worker_processes[0].0.id();
-        let worker_counts = env.worker_counts();
+        let worker_counts = env.worker_request_counts();
         let stopped_worker = worker_counts.iter().find(|worker| worker.worker_pid == stopped_pid).unwrap();
         assert!(
             !stopped_worker.is_eligible
@@ -315,18 +317,18 @@ fn request_counts_stay_exact_while_workers_die_or_stop() {
         (0..300).for_each(|_| env.send_request(ECHO_REQUEST_TYPE));
         let worker_counts = env.wait_until_all_requests_end();
         assert_eq!(
-            sum_of_counts(&worker_counts, |worker| worker.dispatched_requests),
+            sum_field_over_workers(&worker_counts, |worker| worker.dispatched_requests),
             u64::from(env.sent_request_count),
             "{worker_counts:?}"
         );
         // Only the killed worker's requests are lost, which are the one in service and those in its queue.
         let sent_request_count = env.sent_request_count as usize;
         env.wait_until("all others are answered", |env| {
-            env.responses_by_request_id.len() + outstanding_requests_at_kill as usize >= sent_request_count
+            env.response_counts_by_request_id.len() + outstanding_requests_at_kill as usize >= sent_request_count
         });
-        let lost_request_count = sent_request_count - env.responses_by_request_id.len();
+        let lost_request_count = sent_request_count - env.response_counts_by_request_id.len();
         assert!(
-            lost_request_count as u64 <= sum_of_counts(&worker_counts, |worker| worker.abandoned_requests),
+            lost_request_count as u64 <= sum_field_over_workers(&worker_counts, |worker| worker.abandoned_requests),
             "{lost_request_count} lost, {worker_counts:?}"
         );
     });
@@ -348,9 +350,9 @@ fn detach_and_attach_under_load_lose_no_request() {
             env.attach_dispatch();
         }
         let worker_counts = env.wait_until_all_requests_end();
-        assert!(sum_of_counts(&worker_counts, |worker| worker.dispatched_requests) >= 60, "{worker_counts:?}");
+        assert!(sum_field_over_workers(&worker_counts, |worker| worker.dispatched_requests) >= 60, "{worker_counts:?}");
         env.wait_until("all responses are there", |env| {
-            env.responses_by_request_id.len() == env.sent_request_count as usize
+            env.response_counts_by_request_id.len() == env.sent_request_count as usize
         });
     });
 }

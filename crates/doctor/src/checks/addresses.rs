@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use crate::facts::{DeviceAddress, MachineFacts, MachineRole, device_sysctl_path, disable_ipv6_sysctl_path};
+use crate::facts::{DeviceAddress, MachineFacts, MachineRole, ipv4_device_sysctl_path, ipv6_disabling_sysctl_path};
 use crate::finding::Finding;
 
 const LOOPBACK_DEVICE: &str = "lo";
@@ -117,7 +117,7 @@ pub fn check_segment_addresses(facts: &MachineFacts) -> Vec<Finding> {
 
 /// Returns whether devices other than the services' device have addresses. ARP requests for them may arrive on the
 /// services' device.
-fn other_devices_have_addresses(facts: &MachineFacts) -> bool {
+fn has_addresses_on_other_devices(facts: &MachineFacts) -> bool {
     let vips = facts.vips();
     facts
         .addresses
@@ -151,7 +151,7 @@ fn check_arp_sysctl(
         return vec![];
     }
     // The larger of the two values applies (IN_DEV_MAXCONF() in include/linux/inetdevice.h).
-    let Some((all_value, device_value)) = facts.all_and_device_sysctl_values(name) else { return vec![] };
+    let Some((all_value, device_value)) = facts.global_and_device_sysctl_values(name) else { return vec![] };
     let (in_force, device) = (all_value.max(device_value), facts.interface_name());
     if accepted_values.contains(&in_force) {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
@@ -159,9 +159,9 @@ fn check_arp_sysctl(
     let observation =
         format!("net.ipv4.conf.{{all,{device}}}.{name} are {all_value} and {device_value}: expected {fixed_value}");
     // Other machines may need these answers for other devices' addresses, so an operator must decide.
-    let is_safe_to_fix = in_force < *accepted_values.start() && !other_devices_have_addresses(facts);
+    let is_safe_to_fix = in_force < *accepted_values.start() && !has_addresses_on_other_devices(facts);
     vec![Finding::fault(observation, consequence).with_sysctl_remedy(
-        device_sysctl_path(device, name),
+        ipv4_device_sysctl_path(device, name),
         fixed_value,
         is_safe_to_fix,
     )]
@@ -173,14 +173,14 @@ pub fn check_ipv6(facts: &MachineFacts) -> Vec<Finding> {
         return vec![];
     }
     let consequence = "the kernel does not accept packets to an IPv6 VIP: no connection is established";
-    let check_device = |device: &str| match facts.sysctl_value(&disable_ipv6_sysctl_path(device)) {
+    let check_device = |device: &str| match facts.sysctl_value(&ipv6_disabling_sysctl_path(device)) {
         Some(0) => Finding::ok(format!("IPv6 is enabled at {device}")),
         None => Finding::fault(format!("the kernel has no IPv6 at {device}: expected it"), consequence)
             .with_remedy_step("boot without `ipv6.disable=1` on the kernel's command line"),
         // `--fix` does not do this, because the device may then accept addresses and routes from a router.
         Some(value) => {
             Finding::fault(format!("net.ipv6.conf.{device}.disable_ipv6 is {value}: expected 0"), consequence)
-                .with_sysctl_remedy(disable_ipv6_sysctl_path(device), "0", false)
+                .with_sysctl_remedy(ipv6_disabling_sysctl_path(device), "0", false)
         }
     };
     [LOOPBACK_DEVICE, facts.interface_name()].map(check_device).into()

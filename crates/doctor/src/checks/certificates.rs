@@ -10,7 +10,8 @@ pub fn check_certificates(facts: &MachineFacts) -> Vec<Finding> {
 }
 
 fn check_certificate(certificate: &CertificateFacts) -> Finding {
-    let CertificateFacts { usage, subject, wrong_owner, remaining_validity, is_renewal_due } = certificate;
+    let CertificateFacts { usage, subject, identity_mismatch: wrong_owner, remaining_validity, is_renewal_due } =
+        certificate;
     let renewal_command = match *usage {
         "own" => {
             "coreward certs renew DIRECTORY  # where the authority's key is; then copy own.crt, own.key and ca.crt here"

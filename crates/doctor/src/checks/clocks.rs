@@ -10,7 +10,8 @@ pub fn check_tcp_timestamps(facts: &MachineFacts) -> Vec<Finding> {
     let has_stamped_services = facts.services.is_empty() || facts.services.iter().any(|service| service.is_stamped);
     // The agent sets the sysctl once a service is stamped at the server.
     let is_stamped_at_server = facts.services.iter().any(|service| service.is_stamped && !service.is_stamped_by_lb);
-    let is_managed_by_agent = facts.settings.manage_timestamps && (facts.services.is_empty() || is_stamped_at_server);
+    let is_managed_by_agent =
+        facts.settings.manages_tcp_timestamps && (facts.services.is_empty() || is_stamped_at_server);
     if value == 2 || !has_stamped_services {
         return vec![Finding::ok(format!("net.ipv4.tcp_timestamps is {value}"))];
     }

@@ -1,11 +1,11 @@
 //! Checks of the controller, and of the connection to it.
 
-use crate::facts::{MachineFacts, StoreFacts};
+use crate::facts::{ControllerStoreFacts, MachineFacts};
 use crate::finding::{AutomaticFix, Finding};
 
 /// Checks that a server or load balancer can connect to the controller.
 pub fn check_controller_connection(facts: &MachineFacts) -> Vec<Finding> {
-    match &facts.controller_answer {
+    match &facts.answering_controller {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
         Some(Err(reason)) => {
             let consequence = "the daemon starts, but has no services until a controller sends its configuration";
@@ -23,7 +23,7 @@ pub fn check_listen_address(facts: &MachineFacts) -> Vec<Finding> {
     let Some(controller) = &facts.controller_facts else {
         return vec![Finding::unknown("no file is named: --config FILE")];
     };
-    match &controller.listen_problem {
+    match &controller.bind_problem {
         _ if controller.is_running => {
             vec![Finding::ok(format!("a controller answers at {}", controller.listen_address))]
         }
@@ -46,8 +46,8 @@ pub fn check_store(facts: &MachineFacts) -> Vec<Finding> {
         return vec![Finding::unknown("no file is named: --config FILE")];
     };
     let (path, problem, mode) = match &controller.store {
-        StoreFacts::File { path, problem, permission_bits: mode } => (path, problem, mode),
-        StoreFacts::Etcd { endpoints, leader } => return vec![check_etcd(endpoints, leader)],
+        ControllerStoreFacts::Embedded { path, problem, permission_bits: mode } => (path, problem, mode),
+        ControllerStoreFacts::Etcd { endpoints, leader } => return vec![check_etcd(endpoints, leader)],
     };
     let store_path = path.display();
     if let Some(problem) = problem {

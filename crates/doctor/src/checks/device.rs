@@ -49,7 +49,7 @@ pub fn check_xdp(facts: &MachineFacts) -> Vec<Finding> {
         findings.extend(report_queue_limit(facts, device));
         findings.extend(report_missing_native_xdp(facts, device));
         if findings.is_empty() {
-            findings.push(match (device.own_program_id, device.xdp.supports_native) {
+            findings.push(match (device.own_program_id, device.xdp_state.supports_native) {
                 (Some(id), _) => Finding::ok(format!("coreward's own program (id {id}) is at {interface_name}")),
                 (None, Some(true)) => Finding::ok(format!("{interface_name} is free, and its driver has XDP")),
                 (None, Some(false)) => Finding::ok(format!("{interface_name} is free; generic XDP, by `xdp_mode`")),
@@ -63,7 +63,7 @@ pub fn check_xdp(facts: &MachineFacts) -> Vec<Finding> {
 }
 
 fn report_foreign_programs(device: &DeviceFacts, interface_name: &str) -> Vec<Finding> {
-    let attached_program_ids = [device.xdp.native_program_id, device.xdp.generic_program_id];
+    let attached_program_ids = [device.xdp_state.native_program_id, device.xdp_state.generic_program_id];
     let foreign_program_ids =
         attached_program_ids.into_iter().flatten().filter(|id| Some(*id) != device.own_program_id);
     let to_finding = |id: u32| {
@@ -85,7 +85,7 @@ fn report_queue_limit(facts: &MachineFacts, device: &DeviceFacts) -> Option<Find
 }
 
 fn report_missing_native_xdp(facts: &MachineFacts, device: &DeviceFacts) -> Option<Finding> {
-    if device.xdp.supports_native != Some(false) || facts.settings.xdp_mode == XdpMode::Generic {
+    if device.xdp_state.supports_native != Some(false) || facts.settings.xdp_mode == XdpMode::Generic {
         return None;
     }
     let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
@@ -97,12 +97,12 @@ fn report_missing_native_xdp(facts: &MachineFacts, device: &DeviceFacts) -> Opti
     )
 }
 
-pub fn check_xdp_send(facts: &MachineFacts) -> Vec<Finding> {
+pub fn check_xdp_transmission(facts: &MachineFacts) -> Vec<Finding> {
     run_device_check(facts, |device| {
         let interface_name = facts.interface_name();
         let consequence = "packets that coreward forwards are lost";
         let is_native_program =
-            device.own_program_id.is_some() && device.xdp.native_program_id == device.own_program_id;
+            device.own_program_id.is_some() && device.xdp_state.native_program_id == device.own_program_id;
         if is_native_program && device.veth_peer_has_xdp == Some(false) {
             let observation = format!(
                 "the other end of the veth {interface_name} has no XDP program: frames that XDP sends are dropped, or \
@@ -110,13 +110,13 @@ pub fn check_xdp_send(facts: &MachineFacts) -> Vec<Finding> {
             );
             return vec![add_veth_remedy(Finding::fault(observation, consequence))];
         }
-        if device.xdp_send_errors.is_empty() {
+        if device.xdp_send_error_counts.is_empty() {
             return vec![Finding::ok(format!(
                 "{interface_name} dropped no frame that XDP sent, as far as its driver counts"
             ))];
         }
         let counter_texts: Vec<String> =
-            device.xdp_send_errors.iter().map(|(counter, count)| format!("{counter} {count}")).collect();
+            device.xdp_send_error_counts.iter().map(|(counter, count)| format!("{counter} {count}")).collect();
         let observation = format!("{interface_name} dropped frames that XDP sent: {}", counter_texts.join(", "));
         let finding = Finding::fault(observation, consequence);
         vec![match device.driver.as_str() {
@@ -157,7 +157,7 @@ pub fn check_mtu(facts: &MachineFacts) -> Vec<Finding> {
     run_device_check(facts, |device| {
         let interface_name = facts.interface_name();
         let is_native_program =
-            device.own_program_id.is_some() && device.xdp.native_program_id == device.own_program_id;
+            device.own_program_id.is_some() && device.xdp_state.native_program_id == device.own_program_id;
         if device.mtu_bytes <= MAX_XDP_MTU_BYTES || is_native_program || facts.settings.xdp_mode == XdpMode::Generic {
             return vec![Finding::ok(format!("{} bytes", device.mtu_bytes))];
         }

@@ -32,7 +32,7 @@ pub fn check_kernel(facts: &MachineFacts) -> Vec<Finding> {
     vec![Finding::ok(format!("Linux {kernel_release} with BTF"))]
 }
 
-pub fn check_rights(facts: &MachineFacts) -> Vec<Finding> {
+pub fn check_process_capabilities(facts: &MachineFacts) -> Vec<Finding> {
     if facts.missing_capabilities.is_empty() {
         return vec![Finding::ok("all capabilities of a daemon in the packet path")];
     }
@@ -46,7 +46,7 @@ pub fn check_rights(facts: &MachineFacts) -> Vec<Finding> {
     ]
 }
 
-pub fn check_programs(facts: &MachineFacts) -> Vec<Finding> {
+pub fn check_bpf_programs(facts: &MachineFacts) -> Vec<Finding> {
     if facts.kernel.program_load_results.is_empty() {
         return vec![Finding::unknown("not tried: capabilities are missing")];
     }
@@ -67,7 +67,7 @@ pub fn check_programs(facts: &MachineFacts) -> Vec<Finding> {
     rejected_programs.into_iter().map(to_finding).collect()
 }
 
-pub fn check_jit(facts: &MachineFacts) -> Vec<Finding> {
+pub fn check_bpf_jit(facts: &MachineFacts) -> Vec<Finding> {
     let jit_sysctl = "net/core/bpf_jit_enable";
     match facts.sysctl_value(jit_sysctl) {
         // The sysctl exists only in the initial network namespace.
@@ -86,7 +86,7 @@ pub fn check_jit(facts: &MachineFacts) -> Vec<Finding> {
 
 pub fn check_bpf_file_system(facts: &MachineFacts) -> Vec<Finding> {
     let pin_file_system = &facts.bpf_file_system;
-    let directory = pin_file_system.existing_directory.display();
+    let directory = pin_file_system.nearest_existing_directory.display();
     if pin_file_system.is_bpf_file_system {
         return vec![Finding::ok(format!("{directory} is on a BPF file system"))];
     }
@@ -101,8 +101,8 @@ pub fn check_bpf_file_system(facts: &MachineFacts) -> Vec<Finding> {
     }]
 }
 
-pub fn check_pins(facts: &MachineFacts) -> Vec<Finding> {
-    let Some(problem) = &facts.pins_problem else { return vec![Finding::ok("no pins of another version")] };
+pub fn check_pin_takeover(facts: &MachineFacts) -> Vec<Finding> {
+    let Some(problem) = &facts.pin_takeover_problem else { return vec![Finding::ok("no pins of another version")] };
     let (consequence, command) = match facts.role {
         MachineRole::Lb => ("the daemon does not start: the pinned program forwards packets now", "lb"),
         _ => ("the agent does not take the pins over: stamped connections break", "agent"),
@@ -115,13 +115,13 @@ pub fn check_pins(facts: &MachineFacts) -> Vec<Finding> {
 
 /// Minimum limit of open files for a daemon. Its pins, maps, sockets, links and files in /proc count. A controller also
 /// needs one file per peer.
-const MIN_DAEMON_OPEN_FILES: u64 = 1024;
-const MIN_CONTROLLER_OPEN_FILES: u64 = 4096;
+const MIN_DAEMON_OPEN_FILE_LIMIT: u64 = 1024;
+const MIN_CONTROLLER_OPEN_FILE_LIMIT: u64 = 4096;
 
-pub fn check_open_files(facts: &MachineFacts) -> Vec<Finding> {
+pub fn check_open_files_limit(facts: &MachineFacts) -> Vec<Finding> {
     let (min_open_files, held_descriptors) = match facts.role {
-        MachineRole::Controller => (MIN_CONTROLLER_OPEN_FILES, "a connection to every agent and load balancer"),
-        _ => (MIN_DAEMON_OPEN_FILES, "maps, links, and a descriptor for every socket of a service"),
+        MachineRole::Controller => (MIN_CONTROLLER_OPEN_FILE_LIMIT, "a connection to every agent and load balancer"),
+        _ => (MIN_DAEMON_OPEN_FILE_LIMIT, "maps, links, and a descriptor for every socket of a service"),
     };
     let observation = format!("up to {} files may be open", facts.open_files_limit);
     if facts.open_files_limit >= min_open_files {

@@ -6,7 +6,7 @@ use crate::facts::{MachineFacts, MachineRole, ServiceFacts};
 use crate::finding::Finding;
 use crate::nat_rules::{NetfilterChain, find_translating_chains};
 
-fn run_with_chains(facts: &MachineFacts, check: impl FnOnce(&[NetfilterChain]) -> Vec<Finding>) -> Vec<Finding> {
+fn run_netfilter_check(facts: &MachineFacts, check: impl FnOnce(&[NetfilterChain]) -> Vec<Finding>) -> Vec<Finding> {
     if !facts.netfilter.legacy_tables.is_empty() {
         let legacy_table_names = facts.netfilter.legacy_tables.join(", ");
         return vec![Finding::unknown(format!(
@@ -20,7 +20,7 @@ fn run_with_chains(facts: &MachineFacts, check: impl FnOnce(&[NetfilterChain]) -
 }
 
 pub fn check_conntrack(facts: &MachineFacts) -> Vec<Finding> {
-    run_with_chains(facts, |chains| {
+    run_netfilter_check(facts, |chains| {
         let tracking_chains: Vec<&str> =
             chains.iter().filter(|chain| chain.tracks_connections).map(|chain| chain.qualified_name.as_str()).collect();
         if tracking_chains.is_empty() {
@@ -63,7 +63,7 @@ fn describe_translating_chains(chains: &[NetfilterChain], services: &[ServiceFac
 }
 
 pub fn check_dnat(facts: &MachineFacts) -> Vec<Finding> {
-    run_with_chains(facts, |chains| {
+    run_netfilter_check(facts, |chains| {
         let translating_chains = describe_translating_chains(chains, &facts.services);
         if translating_chains.is_empty() {
             return vec![Finding::ok("no rule changes the destinations of services")];
@@ -91,7 +91,7 @@ pub fn check_firewall(facts: &MachineFacts) -> Vec<Finding> {
         // Reports and placement tables are answers within a connection, which a stateful rule accepts.
         _ => false,
     };
-    run_with_chains(facts, |chains| {
+    run_netfilter_check(facts, |chains| {
         let dropping_chains: Vec<&NetfilterChain> =
             chains.iter().filter(|chain| chain.drops_by_default && is_on_packet_path(&chain.hook_name)).collect();
         if dropping_chains.is_empty() {

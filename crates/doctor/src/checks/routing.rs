@@ -1,6 +1,6 @@
 //! Checks of settings that affect routed packets.
 
-use crate::facts::{IPV6_FORWARDING_SYSCTL, MachineFacts, MachineRole, device_sysctl_path};
+use crate::facts::{IPV6_FORWARDING_SYSCTL, MachineFacts, MachineRole, ipv4_device_sysctl_path};
 use crate::finding::Finding;
 
 /// Returns whether this machine stamps the replies of a service with an IPv4 VIP.
@@ -13,12 +13,12 @@ const RP_FILTER_STRICT: u32 = 1;
 
 pub fn check_rp_filter(facts: &MachineFacts) -> Vec<Finding> {
     // The larger of the two values applies (IN_DEV_RPFILTER() in include/linux/inetdevice.h).
-    let Some((all_value, device_value)) = facts.all_and_device_sysctl_values("rp_filter") else { return vec![] };
+    let Some((all_value, device_value)) = facts.global_and_device_sysctl_values("rp_filter") else { return vec![] };
     let (in_force, device) = (all_value.max(device_value), facts.interface_name());
     if in_force != RP_FILTER_STRICT {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
     }
-    let loose_sysctl_path = device_sysctl_path(device, "rp_filter");
+    let loose_sysctl_path = ipv4_device_sysctl_path(device, "rp_filter");
     let observation = format!("net.ipv4.conf.{{all,{device}}}.rp_filter are {all_value} and {device_value} (strict)");
     if facts.role == MachineRole::Lb {
         if !stamps_ipv4_replies(facts) {
@@ -45,7 +45,7 @@ pub fn check_rp_filter(facts: &MachineFacts) -> Vec<Finding> {
     ]
 }
 
-pub fn check_forwarding(facts: &MachineFacts) -> Vec<Finding> {
+pub fn check_ip_forwarding(facts: &MachineFacts) -> Vec<Finding> {
     let mut findings = check_ipv4_forwarding(facts);
     findings.extend(check_ipv6_forwarding(facts));
     findings
@@ -65,7 +65,7 @@ fn check_ipv4_forwarding(facts: &MachineFacts) -> Vec<Finding> {
     if !stamps_ipv4_replies(facts) {
         return vec![];
     }
-    let Some((_, device_value)) = facts.all_and_device_sysctl_values("forwarding") else { return vec![] };
+    let Some((_, device_value)) = facts.global_and_device_sysctl_values("forwarding") else { return vec![] };
     if device_value != 0 {
         return vec![Finding::ok(format!("on at {}", facts.interface_name()))];
     }
@@ -74,7 +74,7 @@ fn check_ipv4_forwarding(facts: &MachineFacts) -> Vec<Finding> {
     // `--fix` does not do this, because the machine would then also route other machines' packets.
     vec![
         Finding::fault(format!("net.ipv4.conf.{interface_name}.forwarding is 0: expected 1"), consequence)
-            .with_sysctl_remedy(device_sysctl_path(interface_name, "forwarding"), "1", false),
+            .with_sysctl_remedy(ipv4_device_sysctl_path(interface_name, "forwarding"), "1", false),
     ]
 }
 
@@ -82,7 +82,9 @@ pub fn check_send_redirects(facts: &MachineFacts) -> Vec<Finding> {
     if !stamps_ipv4_replies(facts) {
         return vec![];
     }
-    let Some((all_value, device_value)) = facts.all_and_device_sysctl_values("send_redirects") else { return vec![] };
+    let Some((all_value, device_value)) = facts.global_and_device_sysctl_values("send_redirects") else {
+        return vec![];
+    };
     // Redirects are sent if either value is set (IN_DEV_TX_REDIRECTS()).
     if all_value == 0 && device_value == 0 {
         return vec![Finding::ok("off")];
@@ -95,11 +97,11 @@ pub fn check_send_redirects(facts: &MachineFacts) -> Vec<Finding> {
     let nonzero_redirect_sysctls =
         ["all", interface_name].into_iter().zip([all_value, device_value]).filter(|(_, value)| *value != 0);
     vec![nonzero_redirect_sysctls.fold(Finding::fault(observation, consequence), |finding, (device, _)| {
-        finding.with_sysctl_remedy(device_sysctl_path(device, "send_redirects"), "0", true)
+        finding.with_sysctl_remedy(ipv4_device_sysctl_path(device, "send_redirects"), "0", true)
     })]
 }
 
-pub fn check_announcement(facts: &MachineFacts) -> Vec<Finding> {
+pub fn check_vip_announcement(facts: &MachineFacts) -> Vec<Finding> {
     let Some(announcement) = &facts.announcement else { return vec![] };
     let routing_table_number = announcement.routing_table_number;
     let mut findings = Vec::new();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use coreward_agent::rss::ethtool::FlowType;
+use coreward_agent::rss::ethtool::RssFlowType;
 use coreward_model::rss::RssInputTransform;
 
 use crate::facts::{DeviceFacts, MachineFacts, RssProblem};
@@ -15,8 +15,8 @@ const UNKNOWN_CORE_CONSEQUENCE: &str = "the core of a connection is unknown: cor
 
 pub fn check_rss(facts: &MachineFacts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    match &device.rss_entries_and_transform {
-        Ok((_, RssInputTransform::None)) if may_hide_input_transform(facts, device) => {
+    match &device.rss_entry_count_and_transform {
+        Ok((_, RssInputTransform::None)) if may_driver_hide_transform(facts, device) => {
             let interface_name = facts.interface_name();
             let observation = format!(
                 "{interface_name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux \
@@ -56,14 +56,14 @@ pub fn check_rss(facts: &MachineFacts) -> Vec<Finding> {
 
 /// Returns whether the driver may use an input transform of the RSS hash without reporting it. mlx5e_get_rxfh() reports
 /// the transform since Linux 6.15.
-fn may_hide_input_transform(facts: &MachineFacts, device: &DeviceFacts) -> bool {
+fn may_driver_hide_transform(facts: &MachineFacts, device: &DeviceFacts) -> bool {
     device.driver == "mlx5_core" && super::machine::parse_kernel_version(&facts.kernel.release) < (6, 15)
 }
 
 pub fn check_flow_director(facts: &MachineFacts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (driver, name) = (&device.driver, facts.interface_name());
-    match device.moves_open_connections {
+    match device.moves_connections_between_queues {
         None => vec![Finding::ok("the driver has no flow director")],
         Some(false) => vec![Finding::ok(format!("{driver} moves no connections"))],
         Some(true) => {
@@ -80,12 +80,12 @@ pub fn check_flow_director(facts: &MachineFacts) -> Vec<Finding> {
 /// Checks that the NIC includes the ports in its hash. TCP over IPv4 is covered by [`check_rss`].
 pub fn check_port_hashing(facts: &MachineFacts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let flow_types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));
-    let flow_types: BTreeSet<FlowType> = flow_types.filter(|flow_type| *flow_type != FlowType::Tcp4).collect();
+    let flow_types = facts.services.iter().map(|service| RssFlowType::new(service.address.protocol, service.vip()));
+    let flow_types: BTreeSet<RssFlowType> = flow_types.filter(|flow_type| *flow_type != RssFlowType::Tcp4).collect();
     flow_types.into_iter().map(|flow_type| check_flow_type_port_hashing(facts, device, flow_type)).collect()
 }
 
-fn check_flow_type_port_hashing(facts: &MachineFacts, device: &DeviceFacts, flow_type: FlowType) -> Finding {
+fn check_flow_type_port_hashing(facts: &MachineFacts, device: &DeviceFacts, flow_type: RssFlowType) -> Finding {
     let (interface, name) = (facts.interface_name(), flow_type.ethtool_name());
     match device.port_hashing_by_flow_type.get(&flow_type) {
         None => Finding::unknown(format!("the driver does not report how it hashes {name}")),
@@ -93,7 +93,7 @@ fn check_flow_type_port_hashing(facts: &MachineFacts, device: &DeviceFacts, flow
         Some(false) => {
             let consequence = "all packets of a client arrive at one core, which is not the predicted one";
             let fragment_note =
-                if flow_type == FlowType::Udp4 { "  # fragments then arrive on another queue" } else { "" };
+                if flow_type == RssFlowType::Udp4 { "  # fragments then arrive on another queue" } else { "" };
             Finding::warning(format!("{interface} hashes {name} by addresses alone"), consequence)
                 .with_remedy_step(format!("ethtool -N {interface} rx-flow-hash {name} sdfn{fragment_note}"))
         }
@@ -144,7 +144,7 @@ pub fn check_rfs(facts: &MachineFacts) -> Vec<Finding> {
     }
     let observation = format!(
         "{} is on for {} (net.core.rps_sock_flow_entries {}, {})",
-        rss_conflicts.flow_steering_name(),
+        rss_conflicts.rfs_kind_name(),
         facts.interface_name(),
         rss_conflicts.rps_sock_flow_entries,
         rss_conflicts.rfs_queues.join(", ")

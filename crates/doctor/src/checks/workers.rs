@@ -1,8 +1,8 @@
 //! Checks of the processes that serve the services.
 
-use coreward_agent::config::SteeringMode;
-use coreward_agent::steering::assign::MAX_PINNED_CPUS;
-use coreward_model::tuple::Protocol;
+use coreward_agent::config::ConnectionSteeringMode;
+use coreward_agent::steering::assign::MAX_CPUS_OF_PINNED_WORKER;
+use coreward_model::tuple::TransportProtocol;
 
 use crate::facts::{MachineFacts, ServiceFacts, ServiceSocketFacts};
 use crate::finding::Finding;
@@ -23,7 +23,7 @@ pub fn check_listeners(facts: &MachineFacts) -> Vec<Finding> {
         .as_ref()
         .and_then(|device| device.queue_counts)
         .map_or(1, |channels| usize::from(channels.receive_queues));
-    let is_steering_on = facts.settings.steer != SteeringMode::Off;
+    let is_steering_on = facts.settings.steering_mode != ConnectionSteeringMode::Off;
     services_with_sockets(facts)
         .map(|(service, sockets)| check_service_listeners(service, sockets, receive_queue_count, is_steering_on))
         .collect()
@@ -43,7 +43,7 @@ fn check_service_listeners(
     let socket_count = sockets.socket_count;
     if socket_count == 0 {
         let effect_on_connections =
-            if service.address.protocol == Protocol::Tcp { "refused" } else { "answered by ICMP" };
+            if service.address.protocol == TransportProtocol::Tcp { "refused" } else { "answered by ICMP" };
         let consequence = format!("new connections that arrive here are {effect_on_connections}");
         return Finding::fault(format!("{service_description}: no process listens"), &consequence)
             .with_remedy_step("start the server program, or drain this server: `coreward drain NAME`");
@@ -91,29 +91,29 @@ pub fn check_polling_threads(facts: &MachineFacts) -> Vec<Finding> {
 }
 
 pub fn check_pinned_workers(facts: &MachineFacts) -> Vec<Finding> {
-    if facts.settings.steer != SteeringMode::Affinity {
+    if facts.settings.steering_mode != ConnectionSteeringMode::Affinity {
         return vec![];
     }
     let to_pinned_worker_finding = |(service, sockets): (&ServiceFacts, &Result<ServiceSocketFacts, String>)| {
         let sockets = sockets.as_ref().ok().filter(|sockets| sockets.socket_count > 0)?;
         let service_description = describe_service(service);
-        if sockets.worker_cpus.is_empty() {
+        if sockets.worker_cpu_affinities.is_empty() {
             return Some(Finding::unknown(format!("{service_description}: no process waits for its sockets")));
         }
         // With two CPUs, a core and its sibling are the whole machine. With one CPU there is no choice.
-        let max_pinned_cpus = MAX_PINNED_CPUS.min(facts.online_cpu_count.saturating_sub(1)).max(1);
-        let unpinned_count = sockets.worker_cpus.iter().filter(|cpus| cpus.len() > max_pinned_cpus).count();
+        let max_pinned_cpus = MAX_CPUS_OF_PINNED_WORKER.min(facts.online_cpu_count.saturating_sub(1)).max(1);
+        let unpinned_count = sockets.worker_cpu_affinities.iter().filter(|cpus| cpus.len() > max_pinned_cpus).count();
         if unpinned_count == 0 {
             return Some(Finding::ok(format!(
                 "{service_description}: {} workers, each on a CPU of its own",
-                sockets.worker_cpus.len()
+                sockets.worker_cpu_affinities.len()
             )));
         }
         let consequence =
             "the agent steers by pinned workers (`steer = \"affinity\"`): it cannot assign queues to these";
         let observation = format!(
             "{service_description}: {unpinned_count} of {} workers may run anywhere",
-            sockets.worker_cpus.len()
+            sockets.worker_cpu_affinities.len()
         );
         Some(
             Finding::warning(observation, consequence)

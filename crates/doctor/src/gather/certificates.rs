@@ -1,7 +1,7 @@
 //! Facts about the daemon's certificates.
 
 use coreward_tls::certificate::unix_now;
-use coreward_tls::{CredentialFiles, FleetRole as CertifiedRole, table};
+use coreward_tls::{FleetRole as CertifiedRole, TlsCredentialFiles, table};
 
 use crate::facts::{CertificateFacts, MachineRole};
 
@@ -9,7 +9,7 @@ use crate::facts::{CertificateFacts, MachineRole};
 /// certificate files are unusable, so that the daemon could not start.
 pub(super) fn gather_certificates(
     role: MachineRole,
-    files: Option<&CredentialFiles>,
+    files: Option<&TlsCredentialFiles>,
     machine_name: Option<&str>,
 ) -> anyhow::Result<Vec<CertificateFacts>> {
     let Some(tls) = table::load_tls_credentials(files)? else { return Ok(Vec::new()) };
@@ -28,7 +28,8 @@ pub(super) fn gather_certificates(
         usage,
         remaining_validity: certificate.remaining_validity(now),
         is_renewal_due: certificate.is_renewal_due(now),
-        wrong_owner: (usage == "own" && !is_own_identity).then(|| format!("{identity}: expected {expected_identity}")),
+        identity_mismatch: (usage == "own" && !is_own_identity)
+            .then(|| format!("{identity}: expected {expected_identity}")),
         subject: certificate.identity.as_ref().map_or(certificate.subject.clone(), ToString::to_string),
     });
     Ok(certificates.collect())

@@ -13,7 +13,7 @@ use coreward_model::forwarding::ForwardingMode;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::GrpcConnector;
 use coreward_tls::verify::ExpectedControllerHost;
-use coreward_tls::{CredentialFiles, FleetRole as CertifiedRole};
+use coreward_tls::{FleetRole as CertifiedRole, TlsCredentialFiles};
 use coreward_wire::address::parse_address;
 use coreward_wire::v1::{FleetReply, FleetRequest, FleetServer, FleetService};
 use tonic::transport::Endpoint;
@@ -22,11 +22,11 @@ use crate::facts::{MachineRole, ServerFacts, ServiceFacts};
 
 const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of the controller's reply, in bytes. 16,384 servers and 1,000 services take about 1 MB.
-const MAX_REPLY_BYTES: usize = 64 << 20;
+const MAX_CONTROLLER_REPLY_BYTES: usize = 64 << 20;
 
 #[derive(Default)]
 pub(super) struct FleetFacts {
-    pub controller_answer: Option<Result<SocketAddr, String>>,
+    pub answering_controller: Option<Result<SocketAddr, String>>,
     pub services: Vec<ServiceFacts>,
     pub servers_by_name: BTreeMap<String, ServerFacts>,
     pub future_dated_report_count: u64,
@@ -37,7 +37,7 @@ pub(super) struct FleetFacts {
 pub(super) fn query_controllers(
     role: MachineRole,
     controllers: &[SocketAddr],
-    tls: Option<&CredentialFiles>,
+    tls: Option<&TlsCredentialFiles>,
     name: Option<&str>,
 ) -> FleetFacts {
     let mut problems = Vec::new();
@@ -47,11 +47,14 @@ pub(super) fn query_controllers(
             Ok(reply) => return to_fleet_facts(&reply, *controller, name.filter(|_| role == MachineRole::Server)),
         }
     }
-    FleetFacts { controller_answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..FleetFacts::default() }
+    FleetFacts {
+        answering_controller: (!problems.is_empty()).then(|| Err(problems.join("; "))),
+        ..FleetFacts::default()
+    }
 }
 
 /// Requests the services and servers of the fleet from a controller by gRPC, as a daemon does.
-fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Result<FleetReply> {
+fn fetch_fleet(controller: SocketAddr, tls: Option<&TlsCredentialFiles>) -> anyhow::Result<FleetReply> {
     let tls_config = coreward_tls::table::load_tls_credentials(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
     let unreachable_error = |reason: &dyn std::fmt::Display| {
         let expected = "expected a running `coreward controller` whose `listen` that is";
@@ -63,7 +66,7 @@ fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow:
             .timeout(CONTROLLER_TIMEOUT);
         let channel = endpoint.connect_with_connector(GrpcConnector::new(controller, tls_config)).await;
         let channel = channel.map_err(|error| unreachable_error(&anyhow!(error).root_cause()))?;
-        let mut client = ControlClient::new(channel).max_decoding_message_size(MAX_REPLY_BYTES);
+        let mut client = ControlClient::new(channel).max_decoding_message_size(MAX_CONTROLLER_REPLY_BYTES);
         let fleet_reply = client.fleet(FleetRequest {}).await;
         fleet_reply.map(tonic::Response::into_inner).map_err(|status| unreachable_error(&status.message()))
     })
@@ -119,7 +122,7 @@ fn to_fleet_facts(reply: &FleetReply, controller: SocketAddr, server_name: Optio
         Some((server.name.clone(), ServerFacts { address: server_address, is_on_segment }))
     };
     FleetFacts {
-        controller_answer: Some(Ok(controller)),
+        answering_controller: Some(Ok(controller)),
         services: own_services.filter_map(to_service_facts).collect(),
         servers_by_name: reply.servers.iter().filter_map(to_server_facts).collect(),
         future_dated_report_count: reply.reports_ahead,

@@ -1,7 +1,7 @@
 //! Facts about the network device that receives the services' packets.
 
 use coreward_agent::load::queues;
-use coreward_agent::rss::ethtool::{self, EthtoolRssDevice, FlowType};
+use coreward_agent::rss::ethtool::{self, EthtoolRssDevice, RssFlowType};
 use coreward_agent::rss::{RssDevice, RssError};
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_agent::sysfs;
@@ -29,23 +29,23 @@ pub(super) fn gather_device(
         is_up: interface_entries.iter().any(|entry| entry.flags.contains(up)),
         is_ethernet: mac_address.is_some_and(|mac| mac != [0; 6]),
         mtu_bytes: device::interface_mtu_bytes(name).unwrap_or(0),
-        moves_open_connections: moves_open_connections(name, &driver_name, &rss_conflicts),
+        moves_connections_between_queues: moves_connections_between_queues(name, &driver_name, &rss_conflicts),
         strips_vlan_tags: ethtool::strips_vlan_tags(name).unwrap_or(false),
         vlan_devices: find_vlan_devices(name),
         driver: driver_name,
-        queue_counts: coreward_dataplane::ethtool::queue_counts(name).ok(),
-        is_lro_enabled: ethtool::has_lro(name).unwrap_or(false),
-        port_hashing_by_flow_type: FlowType::ALL
+        queue_counts: coreward_dataplane::ethtool::device_queue_counts(name).ok(),
+        is_lro_enabled: ethtool::is_lro_enabled(name).unwrap_or(false),
+        port_hashing_by_flow_type: RssFlowType::ALL
             .into_iter()
             .filter_map(|of| Some((of, ethtool::hashes_ports(name, of)?)))
             .collect(),
-        xdp: device::query_xdp_state(interface_index).unwrap_or_default(),
+        xdp_state: device::query_xdp_state(interface_index).unwrap_or_default(),
         veth_peer_has_xdp: coreward_dataplane::veth::peer_has_native_xdp(interface_index),
-        xdp_send_errors: coreward_dataplane::ethtool::xdp_transmit_error_counters(name),
+        xdp_send_error_counts: coreward_dataplane::ethtool::xdp_transmit_error_counters(name),
         own_program_id: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program_id(pins).ok().flatten()),
         rss_conflicts,
         interrupts_by_queue: queues::receive_queue_interrupts(name),
-        rss_entries_and_transform: rss_device
+        rss_entry_count_and_transform: rss_device
             .read_config()
             .map(|rss| (rss.indirection_table.entry_count(), rss.key.input_transform()))
             .map_err(|error| match error {
@@ -59,7 +59,7 @@ pub(super) fn gather_device(
 /// Returns whether the driver currently moves open connections to other queues, or `None` if it never can. ixgbe and
 /// txgbe move them while rules for single flows are disabled (NETIF_F_NTUPLE in ixgbe_set_features() and
 /// wx_set_features()). i40e has a private flag for it.
-fn moves_open_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
+fn moves_connections_between_queues(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
     match driver {
         "ixgbe" | "txgbe" => Some(!rss_conflicts.accepts_flow_rules),
         "i40e" => ethtool::read_private_flag(name, "flow-director-atr"),

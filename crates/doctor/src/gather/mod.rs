@@ -21,7 +21,7 @@ use nix::sys::resource::{Resource, getrlimit};
 
 use crate::facts::{
     BpfFileSystem, ClockFacts, DaemonSettings, DeviceAddress, IPV6_FORWARDING_SYSCTL, KernelFacts, MachineFacts,
-    MachineRole, ServiceFacts, device_sysctl_path, disable_ipv6_sysctl_path,
+    MachineRole, ServiceFacts, ipv4_device_sysctl_path, ipv6_disabling_sysctl_path,
 };
 pub use settings::DoctorOptions;
 
@@ -42,7 +42,11 @@ pub fn gather_facts(options: &DoctorOptions) -> anyhow::Result<MachineFacts> {
         open_files_limit: getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard),
         sysctl_values: read_sysctls(settings.interface.as_deref()),
         bpf_file_system: find_bpf_file_system(pin_directory),
-        pins_problem: if missing_capabilities.is_empty() { find_pin_takeover_problem(role, &settings) } else { None },
+        pin_takeover_problem: if missing_capabilities.is_empty() {
+            find_pin_takeover_problem(role, &settings)
+        } else {
+            None
+        },
         device: settings
             .interface
             .as_deref()
@@ -54,11 +58,11 @@ pub fn gather_facts(options: &DoctorOptions) -> anyhow::Result<MachineFacts> {
         online_cpu_count: std::thread::available_parallelism().map_or(1, usize::from),
         clock: gather_clock(),
         netfilter: netfilter::gather_netfilter(),
-        controller_answer: fleet_facts.controller_answer,
+        answering_controller: fleet_facts.answering_controller,
         services: gather_services(role, gathered_settings.services, fleet_facts.services),
         servers_by_name: fleet_facts.servers_by_name,
         future_dated_report_count: fleet_facts.future_dated_report_count,
-        announcement: settings.announcement_table.map(announcement::gather_announcement),
+        announcement: settings.announcement_table_number.map(announcement::gather_announcement),
         controller_facts: gathered_settings.controller_facts,
         polling_threads: if role == MachineRole::Server { polling::find_polling_threads() } else { Vec::new() },
         certificates: certificates::gather_certificates(role, tls_files, machine_name)?,
@@ -89,7 +93,7 @@ fn gather_kernel(role: MachineRole, has_capabilities: bool) -> KernelFacts {
         MachineRole::Server => &["server", "steer", "cpu_load"],
         MachineRole::Controller => &[],
     };
-    let load_results = if has_capabilities { check::load_programs(program_names) } else { Vec::new() };
+    let load_results = if has_capabilities { check::try_load_programs(program_names) } else { Vec::new() };
     KernelFacts {
         release: kernel_release,
         has_btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
@@ -104,10 +108,10 @@ fn read_sysctls(interface: Option<&str>) -> BTreeMap<String, String> {
     let mut sysctl_paths = vec!["net/core/bpf_jit_enable".to_owned(), "net/ipv4/tcp_timestamps".to_owned()];
     for device in ["all"].into_iter().chain(interface) {
         for name in ["arp_ignore", "arp_announce", "rp_filter", "forwarding", "send_redirects"] {
-            sysctl_paths.push(device_sysctl_path(device, name));
+            sysctl_paths.push(ipv4_device_sysctl_path(device, name));
         }
     }
-    sysctl_paths.extend(["lo"].into_iter().chain(interface).map(disable_ipv6_sysctl_path));
+    sysctl_paths.extend(["lo"].into_iter().chain(interface).map(ipv6_disabling_sysctl_path));
     sysctl_paths.push(IPV6_FORWARDING_SYSCTL.to_owned());
     let read_sysctl = |path: String| {
         let value = fs::read_to_string(Path::new("/proc/sys").join(&path)).ok()?;
@@ -120,7 +124,7 @@ fn find_bpf_file_system(pin_directory: &Path) -> BpfFileSystem {
     let existing_directory = pin_directory.ancestors().find(|directory| directory.exists()).unwrap_or(Path::new("/"));
     let file_system_type = nix::sys::statfs::statfs(existing_directory).map(|status| status.filesystem_type());
     BpfFileSystem {
-        existing_directory: existing_directory.to_owned(),
+        nearest_existing_directory: existing_directory.to_owned(),
         is_bpf_file_system: file_system_type == Ok(nix::sys::statfs::BPF_FS_MAGIC),
     }
 }
@@ -128,9 +132,9 @@ fn find_bpf_file_system(pin_directory: &Path) -> BpfFileSystem {
 fn find_pin_takeover_problem(role: MachineRole, settings: &DaemonSettings) -> Option<String> {
     let pin_directory = settings.pin_directory.as_deref()?;
     match role {
-        MachineRole::Lb => lb::take_over_problem(pin_directory),
+        MachineRole::Lb => lb::find_takeover_problem(pin_directory),
         MachineRole::Server => {
-            server::take_over_problem(pin_directory).unwrap_or_else(|error| Some(format!("{error:#}")))
+            server::find_takeover_problem(pin_directory).unwrap_or_else(|error| Some(format!("{error:#}")))
         }
         MachineRole::Controller => None,
     }

@@ -7,11 +7,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
 use std::process::Command;
 
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use serde_json::Value;
 
 use crate::facts::NetfilterFacts;
-use crate::nat_rules::{DestinationCondition, NatRule, NetfilterChain};
+use crate::nat_rules::{NatDestinationCondition, NatRule, NetfilterChain};
 
 pub(super) fn gather_netfilter() -> NetfilterFacts {
     let legacy_tables_text = fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap_or_default();
@@ -105,7 +105,7 @@ fn add_jump_targets(value: &Value, qualified_table: &str, jump_targets: &mut Vec
 }
 
 /// Adds the conditions in a `match` expression. If the expression has an unknown form, adds none.
-fn add_match_conditions(expression: &Value, conditions: &mut Vec<DestinationCondition>) {
+fn add_match_conditions(expression: &Value, conditions: &mut Vec<NatDestinationCondition>) {
     if expression["op"] != "==" {
         return;
     }
@@ -119,15 +119,15 @@ fn add_match_conditions(expression: &Value, conditions: &mut Vec<DestinationCond
                     .iter()
                     .map(parse_address_range)
                     .collect::<Option<_>>()
-                    .map(DestinationCondition::Address),
+                    .map(NatDestinationCondition::Address),
             );
         }
         (Some(header), Some("dport")) => {
             conditions.extend(
-                matched_values.iter().map(parse_port_range).collect::<Option<_>>().map(DestinationCondition::Port),
+                matched_values.iter().map(parse_port_range).collect::<Option<_>>().map(NatDestinationCondition::Port),
             );
             conditions.extend(
-                parse_protocol(&Value::from(header)).map(|protocol| DestinationCondition::Protocol(vec![protocol])),
+                parse_protocol(&Value::from(header)).map(|protocol| NatDestinationCondition::Protocol(vec![protocol])),
             );
         }
         (Some("ip"), Some("protocol")) | (Some("ip6"), Some("nexthdr")) => {
@@ -139,14 +139,14 @@ fn add_match_conditions(expression: &Value, conditions: &mut Vec<DestinationCond
 }
 
 /// Adds a condition on a packet's protocol. Omits protocols other than TCP and UDP, which no service can have.
-fn add_protocol_condition(values: &[Value], conditions: &mut Vec<DestinationCondition>) {
+fn add_protocol_condition(values: &[Value], conditions: &mut Vec<NatDestinationCondition>) {
     if values.iter().all(|value| value.is_string() || value.is_u64()) {
-        conditions.push(DestinationCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));
+        conditions.push(NatDestinationCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));
     }
 }
 
-fn parse_protocol(value: &Value) -> Option<Protocol> {
-    [Protocol::Tcp, Protocol::Udp].into_iter().find(|protocol| {
+fn parse_protocol(value: &Value) -> Option<TransportProtocol> {
+    [TransportProtocol::Tcp, TransportProtocol::Udp].into_iter().find(|protocol| {
         value.as_str() == Some(protocol.name()) || value.as_u64() == Some(protocol.iana_number().into())
     })
 }
@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     /// Ruleset in JSON, in the form that nft 1.0.6 prints.
-    const RULESET_JSON: &str = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
+    const NFTABLES_RULESET_JSON: &str = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
         {"table": {"family": "ip", "name": "filter", "handle": 1}},
         {"chain": {"family": "ip", "table": "filter", "name": "input", "handle": 1, "type": "filter",
             "hook": "input", "prio": 0, "policy": "drop"}},
@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn parsed_chains_summarize_their_rules() {
-        let parsed_chains = parse_chains(&serde_json::from_str(RULESET_JSON).unwrap());
+        let parsed_chains = parse_chains(&serde_json::from_str(NFTABLES_RULESET_JSON).unwrap());
         let find_chain = |name: &str| {
             parsed_chains.iter().find(|chain| chain.qualified_name == format!("ip filter {name}")).unwrap().clone()
         };
@@ -258,18 +258,19 @@ mod tests {
             {"match": {"op": "==", "left": {"meta": {"key": "l4proto"}}, "right": "tcp"}},
             {"match": {"op": "==", "left": {"payload": {"protocol": "tcp", "field": "dport"}}, "right": 8080}},
             {"counter": {"packets": 0, "bytes": 0}}, {"xt": {"type": "target", "name": "DNAT"}}]"#;
-        let new_tcp_condition = || DestinationCondition::Protocol(vec![Protocol::Tcp]);
-        let conditions = vec![new_tcp_condition(), DestinationCondition::Port(vec![8080..=8080]), new_tcp_condition()];
+        let new_tcp_condition = || NatDestinationCondition::Protocol(vec![TransportProtocol::Tcp]);
+        let conditions =
+            vec![new_tcp_condition(), NatDestinationCondition::Port(vec![8080..=8080]), new_tcp_condition()];
         assert_eq!(parse_rule(docker_rule), NatRule { conditions, changes_destination: true, jump_targets: vec![] });
         let prefix_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
             "right": {"prefix": {"addr": "10.96.0.0", "len": 12}}}}, {"jump": {"target": "KUBE-SERVICES"}}]"#;
         let address_range = "10.96.0.0".parse().unwrap()..="10.111.255.255".parse().unwrap();
-        let conditions = vec![DestinationCondition::Address(vec![address_range])];
+        let conditions = vec![NatDestinationCondition::Address(vec![address_range])];
         let jump_targets = vec!["ip nat KUBE-SERVICES".to_owned()];
         assert_eq!(parse_rule(prefix_rule), NatRule { conditions, changes_destination: false, jump_targets });
         let set_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "th", "field": "dport"}},
             "right": {"set": [80, {"range": [8000, 8010]}]}}}, {"redirect": {"port": 3128}}]"#;
-        assert_eq!(parse_rule(set_rule).conditions, [DestinationCondition::Port(vec![80..=80, 8000..=8010])]);
+        assert_eq!(parse_rule(set_rule).conditions, [NatDestinationCondition::Port(vec![80..=80, 8000..=8010])]);
         // Named sets are not resolved, so the rule may match any packet.
         let named_set_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
             "right": "@vips"}}, {"dnat": {"addr": "10.0.0.1"}}]"#;

@@ -16,11 +16,11 @@ use coreward_dataplane::lb::XdpMode;
 use coreward_lb::config::LoadBalancerConfig as LbConfig;
 use coreward_model::ServiceAddress;
 use coreward_model::forwarding::ForwardingMode;
-use coreward_tls::CredentialFiles;
+use coreward_tls::TlsCredentialFiles;
 use nix::sys::statvfs;
 
 use super::{controller, find_bind_problem, parent_directory};
-use crate::facts::{ControllerFacts, DaemonSettings, MachineRole, ServiceFacts, StoreFacts};
+use crate::facts::{ControllerFacts, ControllerStoreFacts, DaemonSettings, MachineRole, ServiceFacts};
 
 /// Minimum free disk space for a store, in bytes. A new store file of redb takes half of it.
 const MIN_FREE_STORE_BYTES: u64 = 1 << 20;
@@ -43,7 +43,7 @@ pub(super) struct GatheredSettings {
     pub settings: DaemonSettings,
     /// Name of this machine in the controller's fleet.
     pub machine_name: Option<String>,
-    pub tls_files: Option<CredentialFiles>,
+    pub tls_files: Option<TlsCredentialFiles>,
     pub rss_device: Option<Box<dyn RssDevice>>,
     pub services: Vec<ServiceFacts>,
     pub controller_facts: Option<ControllerFacts>,
@@ -107,11 +107,11 @@ fn gather_default_settings(role: MachineRole) -> GatheredSettings {
         interface: None,
         pin_directory: None,
         controllers: Vec::new(),
-        manage_timestamps: true,
+        manages_tcp_timestamps: true,
         reports_cpu_time_as_load: true,
-        steer: agent::SteeringMode::default(),
+        steering_mode: agent::ConnectionSteeringMode::default(),
         xdp_mode: XdpMode::default(),
-        announcement_table: None,
+        announcement_table_number: None,
     };
     GatheredSettings {
         role,
@@ -140,7 +140,7 @@ fn read_lb_file(file: &Path) -> anyhow::Result<GatheredSettings> {
         pin_directory: Some(config.pin_directory),
         controllers: config.controllers.addresses().to_vec(),
         xdp_mode: config.xdp_mode,
-        announcement_table: config.announce.map(|announce| announce.table),
+        announcement_table_number: config.announce.map(|announce| announce.table),
         ..gathered_settings.settings
     };
     Ok(GatheredSettings { settings, machine_name: Some(config.name), tls_files: config.tls, ..gathered_settings })
@@ -159,9 +159,9 @@ fn read_agent_file(file: &Path) -> anyhow::Result<GatheredSettings> {
         interface: Some(config.interface),
         pin_directory: Some(config.pin_directory),
         controllers: config.controllers.addresses().to_vec(),
-        manage_timestamps: config.manage_timestamps,
-        reports_cpu_time_as_load: matches!(config.load, agent::LoadSourceConfig::Cpu {}),
-        steer: config.steer,
+        manages_tcp_timestamps: config.manage_timestamps,
+        reports_cpu_time_as_load: matches!(config.load, agent::CoreLoadSourceConfig::Cpu {}),
+        steering_mode: config.steer,
         ..gathered_settings.settings
     };
     Ok(GatheredSettings {
@@ -183,28 +183,28 @@ fn read_controller_file(file: &Path) -> anyhow::Result<GatheredSettings> {
     })
 }
 
-fn gather_controller_facts(config: &ControllerConfig, store: StoreFacts) -> ControllerFacts {
+fn gather_controller_facts(config: &ControllerConfig, store: ControllerStoreFacts) -> ControllerFacts {
     let listen_problem = find_bind_problem(config.listen_address);
     ControllerFacts {
         listen_address: config.listen_address,
         is_running: listen_problem.is_some() && controller::is_controller_running(config),
-        listen_problem,
+        bind_problem: listen_problem,
         store,
     }
 }
 
-fn gather_store_facts(store_location: &StoreLocation) -> StoreFacts {
+fn gather_store_facts(store_location: &StoreLocation) -> ControllerStoreFacts {
     match store_location {
         StoreLocation::Embedded(file) => gather_store_file_facts(file),
         StoreLocation::Etcd(etcd) => {
             let leader = coreward_control_server::server::leader_election::describe_leader(etcd)
                 .map_err(|error| format!("{error:#}"));
-            StoreFacts::Etcd { endpoints: etcd.endpoints.clone(), leader }
+            ControllerStoreFacts::Etcd { endpoints: etcd.endpoints.clone(), leader }
         }
     }
 }
 
-fn gather_store_file_facts(store: &Path) -> StoreFacts {
+fn gather_store_file_facts(store: &Path) -> ControllerStoreFacts {
     let directory = parent_directory(store);
     let write_result =
         |path: &Path| nix::unistd::access(path, nix::unistd::AccessFlags::W_OK).map_err(|error| error.to_string());
@@ -216,7 +216,7 @@ fn gather_store_file_facts(store: &Path) -> StoreFacts {
     };
     let problem = problem.or_else(|| find_free_space_problem(store, &directory));
     let permission_bits = store.metadata().ok().map(|metadata| metadata.permissions().mode() & 0o777);
-    StoreFacts::File { path: store.to_owned(), problem, permission_bits }
+    ControllerStoreFacts::Embedded { path: store.to_owned(), problem, permission_bits }
 }
 
 /// Returns a description of the problem if the disk has no room for the store's next transaction. A transaction may
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn role_is_detected_from_the_keys_of_the_file() {
+    fn machine_role_is_detected_from_config_keys() {
         assert_eq!(
             detect_role_in_text("listen = \"x\"\nstore = \"y\"\n[[server]]\nname = \"s1\"\n"),
             Ok(MachineRole::Controller)
@@ -290,8 +290,8 @@ mod tests {
         let find_listen_problem = || find_bind_problem("127.0.0.1:0".parse().unwrap());
         assert_eq!(find_listen_problem(), None);
         let store_problem_and_mode = |store: &Path| match gather_store_file_facts(store) {
-            StoreFacts::File { problem, permission_bits: mode, .. } => (problem, mode),
-            StoreFacts::Etcd { .. } => unreachable!("a file is no etcd"),
+            ControllerStoreFacts::Embedded { problem, permission_bits: mode, .. } => (problem, mode),
+            ControllerStoreFacts::Etcd { .. } => unreachable!("a file is no etcd"),
         };
         let store_path = directory.path().join("store");
         assert_eq!(store_problem_and_mode(&store_path), (None, None));

@@ -5,7 +5,7 @@ use std::os::fd::AsFd as _;
 
 use coreward_dataplane::listeners::{self, ServiceSocket};
 use coreward_model::ServiceAddress;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use nix::sys::socket::{getsockopt, sockopt};
 
 use crate::facts::ServiceSocketFacts;
@@ -16,8 +16,8 @@ pub(super) fn gather_sockets(service: &ServiceAddress) -> Result<ServiceSocketFa
 
 fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<ServiceSocketFacts> {
     let socket_inodes = match service.protocol {
-        Protocol::Tcp => listeners::tcp_listener_inodes(service.vip_and_port)?,
-        Protocol::Udp => listeners::udp_socket_inodes(service.vip_and_port)?,
+        TransportProtocol::Tcp => listeners::tcp_listener_inodes(service.vip_and_port)?,
+        TransportProtocol::Udp => listeners::udp_socket_inodes(service.vip_and_port)?,
     };
     // As in the agent, a socket's workers are the processes that wait for it by epoll, or else those that have it open.
     let mut listeners_by_inode: BTreeMap<u64, ServiceSocket> =
@@ -37,5 +37,5 @@ fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<ServiceSocketF
         getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()
     });
     let worker_cpus = listeners_by_inode.into_values().map(|listener| listener.cpu_affinity).collect();
-    Ok(ServiceSocketFacts { socket_count: socket_inodes.len(), has_reuseport, worker_cpus })
+    Ok(ServiceSocketFacts { socket_count: socket_inodes.len(), has_reuseport, worker_cpu_affinities: worker_cpus })
 }

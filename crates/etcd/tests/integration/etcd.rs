@@ -5,13 +5,13 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coreward_etcd::chunked_store::{ChunkedStore, StateParts};
+use coreward_etcd::chunked_store::{ChunkedStore, StoredStateParts};
 use coreward_etcd::cluster::EtcdClusterClient;
-use coreward_etcd::leadership::{LeaderCandidate, LeaderState, Leadership};
+use coreward_etcd::leadership::{FleetLeaderState, LeaderCandidate, Leadership};
 use coreward_etcd::local::{ClientTlsFiles, LocalEtcdMember};
 use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
 use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
-use coreward_tls::{CredentialFiles, FleetRole};
+use coreward_tls::{FleetRole, TlsCredentialFiles};
 use tempfile::TempDir;
 
 /// Process of a single-member etcd cluster. It is killed when this value is dropped.
@@ -82,15 +82,16 @@ fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
 }
 
 /// Returns parts that together exceed the size limit of an etcd request and the operation limit of a transaction.
-fn large_state_parts(content_byte: u8) -> StateParts {
+fn large_state_parts(content_byte: u8) -> StoredStateParts {
     (0..300).map(|number| (format!("part/{number}"), vec![content_byte; 20_000])).collect()
 }
 
 fn put_key(cluster: &Arc<EtcdClusterClient>, key: &'static str, value: &'static str) {
     let put_result = cluster.block_on(
-        cluster.call_until(coreward_etcd::clock::Deadline::now() + CONDITION_TIMEOUT, |mut client| async move {
-            client.put(key, value, None).await
-        }),
+        cluster
+            .call_until_deadline(coreward_etcd::clock::Deadline::now() + CONDITION_TIMEOUT, |mut client| async move {
+                client.put(key, value, None).await
+            }),
     );
     put_result.unwrap();
 }
@@ -115,9 +116,10 @@ fn next_leader_ignores_incomplete_changes() {
     let store = open_store(&cluster, &second_leadership);
     assert_eq!(store.parts(), &changed_parts);
     let remaining_keys_result = cluster.block_on(
-        cluster.call_until(coreward_etcd::clock::Deadline::now() + CONDITION_TIMEOUT, |mut client| async move {
-            client.get("/test/parts/part/9/77", None).await
-        }),
+        cluster
+            .call_until_deadline(coreward_etcd::clock::Deadline::now() + CONDITION_TIMEOUT, |mut client| async move {
+                client.get("/test/parts/part/9/77", None).await
+            }),
     );
     assert_eq!(remaining_keys_result.unwrap().count(), 0);
 }
@@ -132,9 +134,10 @@ fn deposed_leader_cannot_write() {
     // The leader loses its key without noticing, as if it had been stopped for a long time.
     put_key(&other_cluster, "/test/leader", "somebody");
     let delete_result = other_cluster.block_on(
-        other_cluster.call_until(coreward_etcd::clock::Deadline::now() + CONDITION_TIMEOUT, |mut client| async move {
-            client.delete("/test/leader", None).await
-        }),
+        other_cluster
+            .call_until_deadline(coreward_etcd::clock::Deadline::now() + CONDITION_TIMEOUT, |mut client| async move {
+                client.delete("/test/leader", None).await
+            }),
     );
     delete_result.unwrap();
     let second_leadership = become_leader_with_long_lease(&other_cluster, "b");
@@ -181,20 +184,20 @@ fn followers_can_read_the_leader_record() {
             .campaign_until_elected(second_cluster, move |state| state_sender.send(state).unwrap())
             .await
     });
-    assert_eq!(state_receiver.recv_timeout(CONDITION_TIMEOUT).unwrap(), LeaderState::Leader("a".to_owned()));
+    assert_eq!(state_receiver.recv_timeout(CONDITION_TIMEOUT).unwrap(), FleetLeaderState::Leader("a".to_owned()));
     assert!(!second_campaign_task.is_finished());
     cluster.block_on(first_leadership.resign()).unwrap();
     let second_leadership = cluster.block_on(second_campaign_task).unwrap();
     assert!(second_leadership.is_valid() && !first_leadership.is_valid());
     let leader_state = cluster.block_on(candidate_with_lease("c", LONG_LEASE_DURATION).read_leader(&cluster)).unwrap();
-    assert_eq!(leader_state, LeaderState::Leader("b".to_owned()));
+    assert_eq!(leader_state, FleetLeaderState::Leader("b".to_owned()));
 }
 
 #[test]
 fn revoked_leases_let_another_candidate_win() {
     let etcd = EtcdProcess::start();
     let (cluster, other_cluster) = (etcd.connect(), etcd.connect());
-    wait_until("etcd has started", || read_leader_or_error(&cluster) == Ok(LeaderState::NoLeader));
+    wait_until("etcd has started", || read_leader_or_error(&cluster) == Ok(FleetLeaderState::NoLeader));
     // This process does not use the leadership that it has won.
     let lease_duration = Duration::from_secs(60);
     drop(cluster.block_on(candidate_with_lease("a", lease_duration).campaign_once(cluster.clone())).unwrap());
@@ -204,7 +207,7 @@ fn revoked_leases_let_another_candidate_win() {
     assert!(cluster.block_on(cluster.revoke_all_leases()).unwrap());
     // The campaign may continue while the process ends, but must not win.
     assert!(cluster.block_on(candidate_with_lease("a", lease_duration).campaign_once(cluster.clone())).is_err());
-    assert_eq!(read_leader_or_error(&other_cluster), Ok(LeaderState::NoLeader));
+    assert_eq!(read_leader_or_error(&other_cluster), Ok(FleetLeaderState::NoLeader));
     let second_leadership =
         other_cluster.block_on(candidate_with_lease("b", lease_duration).campaign_once(other_cluster.clone())).unwrap();
     // A leader that has resigned has no key left.
@@ -227,7 +230,7 @@ impl TestCertificateAuthority {
         Self { directory, authority }
     }
 
-    fn issue_certificate(&self, name: &str, address: &str, validity: CertificateValidity) -> CredentialFiles {
+    fn issue_certificate(&self, name: &str, address: &str, validity: CertificateValidity) -> TlsCredentialFiles {
         let name = name.parse().unwrap();
         let directory = self.directory.path().join(format!("{name}"));
         let identity =
@@ -235,27 +238,27 @@ impl TestCertificateAuthority {
         let certificate_and_key = self.authority.issue_certificate(&identity, &[address.to_owned()], validity).unwrap();
         certificate_and_key.write_files(&directory, &self.authority).unwrap();
         let file_path = |name: &str| directory.join(name);
-        CredentialFiles {
+        TlsCredentialFiles {
             ca_path: file_path("ca.crt"),
             certificate_path: file_path("own.crt"),
             key_path: file_path("own.key"),
         }
     }
 
-    fn issue_valid_certificate(&self, name: &str) -> CredentialFiles {
+    fn issue_valid_certificate(&self, name: &str) -> TlsCredentialFiles {
         self.issue_certificate(name, "127.0.0.1", CertificateValidity::from_now(DAY))
     }
 }
 
-fn start_with_tls(files: CredentialFiles) -> EtcdProcess {
-    let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = files;
+fn start_etcd_with_tls(files: TlsCredentialFiles) -> EtcdProcess {
+    let TlsCredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = files;
     let client_tls = ClientTlsFiles { ca_file: ca, certificate_file: certificate, key_file: key };
     EtcdProcess::start_with_command(|member, directory| {
         member.build_secure_start_command(std::slice::from_ref(member), directory, &client_tls)
     })
 }
 
-fn tls_options(ca: &CredentialFiles, client_files: Option<&CredentialFiles>) -> TlsOptions {
+fn tls_options(ca: &TlsCredentialFiles, client_files: Option<&TlsCredentialFiles>) -> TlsOptions {
     let read_file = |path: &Path| std::fs::read(path).unwrap();
     let tls_options = TlsOptions::new().ca_certificate(Certificate::from_pem(read_file(&ca.ca_path)));
     match client_files {
@@ -270,7 +273,7 @@ fn connect_with_tls(endpoint: &str, tls: &TlsOptions) -> Arc<EtcdClusterClient> 
     Arc::new(EtcdClusterClient::new(&[endpoint.to_owned()], Some(tls)).unwrap())
 }
 
-fn read_leader_or_error(cluster: &EtcdClusterClient) -> Result<LeaderState, String> {
+fn read_leader_or_error(cluster: &EtcdClusterClient) -> Result<FleetLeaderState, String> {
     cluster
         .block_on(candidate_with_lease("x", LONG_LEASE_DURATION).read_leader(cluster))
         .map_err(|error| error.to_string())
@@ -279,7 +282,7 @@ fn read_leader_or_error(cluster: &EtcdClusterClient) -> Result<LeaderState, Stri
 #[test]
 fn etcd_requires_tls_and_valid_certificates() {
     let (trusted_authority, foreign_authority) = (TestCertificateAuthority::new(), TestCertificateAuthority::new());
-    let etcd = start_with_tls(trusted_authority.issue_valid_certificate("etcd1"));
+    let etcd = start_etcd_with_tls(trusted_authority.issue_valid_certificate("etcd1"));
     let client_files = trusted_authority.issue_valid_certificate("c1");
     let endpoint = etcd.member.secure_endpoint();
     let cluster = connect_with_tls(&endpoint, &tls_options(&client_files, Some(&client_files)));
@@ -319,12 +322,19 @@ fn etcd_requires_tls_and_valid_certificates() {
         cluster
             .block_on(cluster.clone().replace_certificates(tls_options(&client_files, Some(&client_files))))
             .unwrap();
-        assert_eq!(read_leader_or_error(&cluster), Ok(LeaderState::Leader("a".to_owned())), "the next certificates do");
+        assert_eq!(
+            read_leader_or_error(&cluster),
+            Ok(FleetLeaderState::Leader("a".to_owned())),
+            "the next certificates do"
+        );
     }
     let cluster_without_tls = EtcdClusterClient::new(&[etcd.member.endpoint()], None).unwrap();
     read_leader_or_error(&cluster_without_tls).unwrap_err();
-    let etcd_at_another_address =
-        start_with_tls(trusted_authority.issue_certificate("etcd2", "192.0.2.1", CertificateValidity::from_now(DAY)));
+    let etcd_at_another_address = start_etcd_with_tls(trusted_authority.issue_certificate(
+        "etcd2",
+        "192.0.2.1",
+        CertificateValidity::from_now(DAY),
+    ));
     let cluster = connect_with_tls(
         &etcd_at_another_address.member.secure_endpoint(),
         &tls_options(&client_files, Some(&client_files)),

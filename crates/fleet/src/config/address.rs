@@ -3,8 +3,8 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{FromToml, Spanned, TomlReader, parse_text, serde_json};
-use coreward_model::tuple::{Protocol, ServiceAddress};
+use coreward_config::{FromToml, Spanned, TomlReader, parse_toml_string, serde_json};
+use coreward_model::tuple::{ServiceAddress, TransportProtocol};
 use serde_json::{Value, json};
 
 /// Returns the reason why no service can have this VIP and port, or `None` if one can. The reason continues a sentence
@@ -52,14 +52,14 @@ pub struct Vip(pub SocketAddr);
 
 impl Vip {
     /// Returns the address of the service with this VIP, this port and the given transport protocol.
-    pub fn with_protocol(self, protocol: Protocol) -> ServiceAddress {
+    pub fn with_protocol(self, protocol: TransportProtocol) -> ServiceAddress {
         ServiceAddress { vip_and_port: self.0, protocol }
     }
 }
 
 impl FromToml for Vip {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |text| {
+        parse_toml_string(value, reader, |text| {
             let parsed_vip = text.parse::<SocketAddr>().map_err(|_| "");
             let valid_vip = parsed_vip.and_then(|vip| vip_error(vip).map_or(Ok(vip), Err));
             valid_vip
@@ -97,9 +97,9 @@ impl FromToml for ServerAddress {
 
 /// Address of another load balancer, to or from which a service is migrated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BalancerAddress(pub IpAddr);
+pub struct MigrationBalancerAddress(pub IpAddr);
 
-impl FromToml for BalancerAddress {
+impl FromToml for MigrationBalancerAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         read_host_address("load balancer's address", value, reader).map(Self)
     }
@@ -117,7 +117,7 @@ const EXPECTED_HOST_ADDRESS: &str = "an address that one host can have, as \"10.
 
 /// Reads the address of a host. Diagnostics use the name `address_name` for it.
 fn read_host_address(address_name: &str, value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<IpAddr> {
-    parse_text(value, reader, |text| {
+    parse_toml_string(value, reader, |text| {
         let parsed_address = text.parse::<IpAddr>().map_err(|_| "");
         let valid_address = parsed_address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));
         valid_address.map_err(|reason| format!("{address_name} {text:?}{reason}: expected {EXPECTED_HOST_ADDRESS}"))

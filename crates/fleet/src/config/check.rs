@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use coreward_config::{BoundedDuration, Span, Spanned, TomlReader, format_duration};
 use coreward_intf as intf;
-use coreward_model::consistency::TimestampOrigin;
+use coreward_model::consistency::CookieStamper;
 use coreward_model::lb_stamping;
 use coreward_model::placement::BucketCount;
 use coreward_model::{ServerId, ServiceAddress};
@@ -16,22 +16,25 @@ use coreward_wire::ServiceIndex;
 use super::file::{FleetFile, FleetServerTable};
 use super::service::{self, FleetServiceTable};
 use super::unique::UniqueValues;
-use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, racks, transfer};
+use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, FleetServerConfig, FleetServiceConfig, health, racks, transfer};
 
 /// Checks the fleet document and converts it. Mistakes are stored in the reader. After a mistake, the result is
 /// incomplete.
-pub fn check_fleet(file: FleetFile, reader: &mut TomlReader<'_>) -> FleetConfig {
+pub fn check_and_convert_fleet(file: FleetFile, reader: &mut TomlReader<'_>) -> FleetConfig {
     let max_connection_lifetime = file.max_connection_lifetime.0;
     let key_rotation = file
         .key_rotation
-        .map(|rotation_interval| check_key_rotation(&rotation_interval, max_connection_lifetime, reader));
-    let allowed_racks = racks::check_rack_names(file.racks.as_deref(), None, reader);
-    let allowed_load_balancers = racks::check_unique_names("load balancer", file.load_balancers.as_deref(), reader);
-    let servers = check_server_entries(&file.servers, allowed_racks.as_ref(), reader);
+        .map(|rotation_interval| checked_key_rotation_interval(&rotation_interval, max_connection_lifetime, reader));
+    let allowed_racks = racks::parse_rack_names(file.racks.as_deref(), None, reader);
+    let allowed_load_balancers = racks::parse_unique_names("load balancer", file.load_balancers.as_deref(), reader);
+    let servers = parse_server_entries(&file.servers, allowed_racks.as_ref(), reader);
     let server_names = file.servers.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()));
-    let service_checker =
-        ServiceChecker { server_names: server_names.collect(), servers: &servers, default_bucket_count: file.buckets };
-    let services = service_checker.check_services(&file.services, reader);
+    let service_checker = ServiceConfigChecker {
+        server_names: server_names.collect(),
+        servers: &servers,
+        default_bucket_count: file.buckets,
+    };
+    let services = service_checker.parse_service_entries(&file.services, reader);
     check_service_count_per_server(&servers, &services, reader);
     FleetConfig {
         report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |BoundedDuration(interval)| interval),
@@ -48,7 +51,11 @@ pub fn check_fleet(file: FleetFile, reader: &mut TomlReader<'_>) -> FleetConfig 
     }
 }
 
-fn check_service_count_per_server(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut TomlReader<'_>) {
+fn check_service_count_per_server(
+    servers: &[FleetServerConfig],
+    services: &[FleetServiceConfig],
+    reader: &mut TomlReader<'_>,
+) {
     let mut service_count_by_server = vec![0u32; servers.len()];
     for server in services.iter().flat_map(|service| &service.server_positions) {
         service_count_by_server[*server] += 1;
@@ -62,7 +69,7 @@ fn check_service_count_per_server(servers: &[ServerConfig], services: &[ServiceC
 
 /// Checks that the interval between key rotations is at least the maximum lifetime of cookies, because each rotation
 /// overwrites the previous key.
-fn check_key_rotation<const MIN: u64, const MAX: u64>(
+fn checked_key_rotation_interval<const MIN: u64, const MAX: u64>(
     interval: &Spanned<BoundedDuration<MIN, MAX>>,
     max_connection_lifetime: Duration,
     reader: &mut TomlReader<'_>,
@@ -92,11 +99,11 @@ fn entries_within_limit<'a, T>(
     &entries[..max_count]
 }
 
-fn check_server_entries(
+fn parse_server_entries(
     server_entries: &[Spanned<FleetServerTable>],
     known_racks: Option<&BTreeSet<String>>,
     reader: &mut TomlReader<'_>,
-) -> Vec<ServerConfig> {
+) -> Vec<FleetServerConfig> {
     let too_many_servers_message =
         |count: usize| format!("{count} servers: expected at most {}, all that a cookie holds", ServerId::COUNT);
     let listed_servers = entries_within_limit(server_entries, ServerId::COUNT, too_many_servers_message, reader);
@@ -114,13 +121,13 @@ fn check_server_entries(
         if let Some((id, span)) = &id {
             ids.insert(Some(*id), span, reader);
         }
-        let allowed_racks = racks::check_rack_names(server_entry.racks.as_deref(), known_racks, reader);
+        let allowed_racks = racks::parse_rack_names(server_entry.racks.as_deref(), known_racks, reader);
         let (Some(name), Some(address)) = (name, address) else { continue };
-        servers.push(ServerConfig {
+        servers.push(FleetServerConfig {
             name: name.clone(),
             address,
             id,
-            state: server_entry.state,
+            drain_state: server_entry.state,
             weight: server_entry.weight,
             capacity: server_entry.capacity,
             vlan: server_entry.vlan.unwrap_or_default(),
@@ -131,19 +138,19 @@ fn check_server_entries(
     servers
 }
 
-struct ServiceChecker<'a> {
+struct ServiceConfigChecker<'a> {
     /// Names of all servers, including servers with mistakes.
     server_names: BTreeSet<&'a str>,
-    servers: &'a [ServerConfig],
+    servers: &'a [FleetServerConfig],
     default_bucket_count: BucketCount,
 }
 
-impl ServiceChecker<'_> {
-    fn check_services(
+impl ServiceConfigChecker<'_> {
+    fn parse_service_entries(
         &self,
         entries: &[Spanned<FleetServiceTable>],
         reader: &mut TomlReader<'_>,
-    ) -> Vec<ServiceConfig> {
+    ) -> Vec<FleetServiceConfig> {
         let too_many_services_message =
             |count: usize| format!("{count} services: expected at most {}", ServiceIndex::COUNT);
         // The services beyond the limit are skipped, because each of them may list all servers.
@@ -156,22 +163,22 @@ impl ServiceChecker<'_> {
         for entry in entries {
             let name_entry = &entry.get_ref().name;
             names.insert(name_entry.value.as_ref().map(|name| &name.0), &name_entry.span, reader);
-            services.extend(self.check_service(entry, &server_position_by_name, &mut vips, reader));
+            services.extend(self.parse_service_entry(entry, &server_position_by_name, &mut vips, reader));
         }
-        transfer::check_uniform_stamping(&services, self.servers, entries, reader);
+        transfer::check_uniform_connection_stamping(&services, self.servers, entries, reader);
         services
     }
 
     /// Checks a service, but not whether its name is unique. Returns `None` if a required value is missing or invalid.
-    fn check_service(
+    fn parse_service_entry(
         &self,
         entry: &Spanned<FleetServiceTable>,
         server_position_by_name: &HashMap<&str, usize>,
         vips: &mut UniqueValues<ServiceAddress>,
         reader: &mut TomlReader<'_>,
-    ) -> Option<ServiceConfig> {
+    ) -> Option<FleetServiceConfig> {
         let service_entry = entry.get_ref();
-        let server_positions = self.server_positions(service_entry, server_position_by_name, reader);
+        let server_positions = self.find_server_positions(service_entry, server_position_by_name, reader);
         let protocol = service_entry.protocol.value?;
         let service_mode = service::parse_service_settings(service_entry, protocol, reader);
         let service_address = service_entry.vip.value.map(|vip| vip.with_protocol(protocol));
@@ -185,13 +192,13 @@ impl ServiceChecker<'_> {
         let health_check = service_entry.health.as_ref().and_then(parse_health_check_table);
         let (name, address) = (&service_entry.name.value.as_ref()?.0, service_address?);
         let policy = service_entry.policy.value?;
-        if service_mode.timestamps == TimestampOrigin::LoadBalancer {
+        if service_mode.timestamps == CookieStamper::LoadBalancer {
             check_server_ids_fit_cookie(name, server_positions.iter().map(|position| &self.servers[*position]), reader);
         }
-        Some(ServiceConfig {
+        Some(FleetServiceConfig {
             name: name.clone(),
             address,
-            mode: service_mode,
+            settings: service_mode,
             other_balancer: transfer::parse_other_balancer(service_entry, address, service_mode, reader),
             policy_name: policy.0,
             slow_start_duration: service_entry.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
@@ -221,7 +228,7 @@ impl ServiceChecker<'_> {
     }
 
     /// Returns the positions of the service's servers, or those of all servers if the service lists none.
-    fn server_positions(
+    fn find_server_positions(
         &self,
         service: &FleetServiceTable,
         server_position_by_name: &HashMap<&str, usize>,
@@ -258,7 +265,7 @@ impl ServiceChecker<'_> {
 /// Checks that the server ids fit into the cookies of LB-side stamping, in which server ids have fewer bits.
 fn check_server_ids_fit_cookie<'a>(
     service_name: &str,
-    pool_servers: impl Iterator<Item = &'a ServerConfig>,
+    pool_servers: impl Iterator<Item = &'a FleetServerConfig>,
     reader: &mut TomlReader<'_>,
 ) {
     for (id, span) in

@@ -7,7 +7,7 @@ use coreward_config::TomlSource;
 use coreward_config::toml::{Table, Value};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum DocumentChange {
+pub enum FleetDocumentChange {
     /// A server or a service was added.
     Added {
         /// "server" or "service", followed by the name.
@@ -28,7 +28,7 @@ pub enum DocumentChange {
     },
 }
 
-impl DocumentChange {
+impl FleetDocumentChange {
     /// Returns the reason why the change breaks established connections, or `None` if it breaks none.
     pub fn reason_for_broken_connections(&self) -> Option<&'static str> {
         let (subject, key) = match self {
@@ -50,7 +50,7 @@ impl DocumentChange {
     }
 }
 
-impl fmt::Display for DocumentChange {
+impl fmt::Display for FleetDocumentChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Added { subject, keys_and_values: values } => {
@@ -70,7 +70,7 @@ impl fmt::Display for DocumentChange {
 
 /// Returns the changes from `old_source` to `new_source`, which must both be valid documents. The order of entries and
 /// comments are ignored.
-pub fn list_changes(old_source: &TomlSource, new_source: &TomlSource) -> Vec<DocumentChange> {
+pub fn list_changes(old_source: &TomlSource, new_source: &TomlSource) -> Vec<FleetDocumentChange> {
     let [old, new] = [old_source, new_source].map(|source| source.parse::<Table>().unwrap_or_default());
     let mut changes = Vec::new();
     list_changed_keys("", &old, &new, &["server", "service"], &mut changes);
@@ -81,8 +81,8 @@ pub fn list_changes(old_source: &TomlSource, new_source: &TomlSource) -> Vec<Doc
             let subject = format!("{kind} {name}");
             match (old.get(name), new.get(name)) {
                 (Some(old), Some(new)) => list_changed_keys(&subject, old, new, &[], &mut changes),
-                (Some(_), None) => changes.push(DocumentChange::Removed { subject }),
-                (None, new) => changes.push(DocumentChange::Added {
+                (Some(_), None) => changes.push(FleetDocumentChange::Removed { subject }),
+                (None, new) => changes.push(FleetDocumentChange::Added {
                     subject,
                     keys_and_values: new.map(|new| read_keys_and_values(new)).unwrap_or_default(),
                 }),
@@ -107,7 +107,7 @@ fn list_changed_keys(
     old: &Table,
     new: &Table,
     ignored_keys: &[&str],
-    changes: &mut Vec<DocumentChange>,
+    changes: &mut Vec<FleetDocumentChange>,
 ) {
     let keys: BTreeSet<&String> =
         old.keys().chain(new.keys()).filter(|key| !ignored_keys.contains(&key.as_str())).collect();
@@ -115,7 +115,7 @@ fn list_changed_keys(
         let (old, new) = (old.get(key), new.get(key));
         if old != new {
             let value_text = |value: Option<&Value>| value.map(Value::to_string);
-            changes.push(DocumentChange::Changed {
+            changes.push(FleetDocumentChange::Changed {
                 subject: subject.to_owned(),
                 key: key.clone(),
                 old: value_text(old),
@@ -144,7 +144,7 @@ mod tests {
              [[server]]\nname = \"s3\"\naddress = \"10.0.0.3\"\nweight = 2\n\
              [[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\nstate = \"draining\"\nracks = [\"r1\"]\n",
         );
-        let change_texts: Vec<String> = list_changes(&old, &new).iter().map(DocumentChange::to_string).collect();
+        let change_texts: Vec<String> = list_changes(&old, &new).iter().map(FleetDocumentChange::to_string).collect();
         assert_eq!(
             change_texts,
             [
@@ -173,7 +173,7 @@ mod tests {
             changes
                 .iter()
                 .filter(|change| change.reason_for_broken_connections().is_some())
-                .map(DocumentChange::to_string)
+                .map(FleetDocumentChange::to_string)
                 .collect::<Vec<_>>()
         };
         let (unchanged_keys, vip) = ("address = \"10.0.0.1\"\nid = 1", "vip = \"10.1.0.1:80\"\n");

@@ -6,7 +6,7 @@ use coreward_config::{
 };
 use coreward_model::ServerId;
 use coreward_model::load::SmoothingWeight;
-use coreward_model::placement::{BucketCount, DEFAULT_TABLE_LIFETIME};
+use coreward_model::placement::{BucketCount, DEFAULT_PLACEMENT_TABLE_LIFETIME};
 use coreward_model::policy::{ServerCapacity, ServerWeight};
 use coreward_model::vlan::Vlan;
 
@@ -14,7 +14,7 @@ use super::address::ServerAddress;
 use super::service::FleetServiceTable;
 use super::{DEFAULT_MAX_CONNECTION_LIFETIME, PlacementTableTiming, ServerDrainState};
 
-const IN_CONTROLLER_FILE_HINT: &str = "it in the controller's own file";
+const MOVE_TO_CONTROLLER_FILE_HINT: &str = "it in the controller's own file";
 
 config_struct! {
     /// Fleet document.
@@ -26,7 +26,7 @@ config_struct! {
         pub table_updates: PlacementTableTiming = PlacementTableTiming::OnChange,
         /// Time for which load balancers use a table that depends on loads while no controller leads; afterwards they
         /// place new connections by their own counts.
-        pub table_lifetime: BoundedDuration<SECOND_NS, HOUR_NS> = BoundedDuration(DEFAULT_TABLE_LIFETIME),
+        pub table_lifetime: BoundedDuration<SECOND_NS, HOUR_NS> = BoundedDuration(DEFAULT_PLACEMENT_TABLE_LIFETIME),
         /// Weight of the newest report in the moving average of a core's load.
         pub load_ewma_alpha: SmoothingWeight = SmoothingWeight::PAPER_VALUE,
         /// Default number of buckets in the placement tables of services (`buckets`).
@@ -47,9 +47,9 @@ config_struct! {
     }
     elsewhere {
         "rss_key" => "`rss_key_file = \"FILE\"` in the controller's own file, with the key in FILE",
-        "rss_key_file" => IN_CONTROLLER_FILE_HINT,
-        "listen" => IN_CONTROLLER_FILE_HINT,
-        "store" => IN_CONTROLLER_FILE_HINT,
+        "rss_key_file" => MOVE_TO_CONTROLLER_FILE_HINT,
+        "listen" => MOVE_TO_CONTROLLER_FILE_HINT,
+        "store" => MOVE_TO_CONTROLLER_FILE_HINT,
     }
 }
 

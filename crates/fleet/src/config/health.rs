@@ -5,14 +5,14 @@ use std::net::Ipv6Addr;
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
     BoundedDuration, BoundedInteger, FromToml, HOUR_NS, MILLISECOND_NS, MINUTE_NS, Span, Spanned, TomlReader,
-    config_struct, parse_text, serde_json, string_enum,
+    config_struct, parse_toml_string, serde_json, string_enum,
 };
-use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{CookieStamper, ServiceSettings};
 use coreward_model::health::{
-    CertificateVerification, HealthCheck, HealthCheckJitter, HealthProbe, HttpProbe, HttpStatusRange, ProbeAddress,
-    VerdictThresholds,
+    CertificateVerification, HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdictThresholds, HttpProbe,
+    HttpStatusRange, ProbeAddress,
 };
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject as _;
 use serde_json::{Value, json};
@@ -27,9 +27,11 @@ config_struct! {
         /// Port to which checks are sent. By default, the service's port.
         pub port: Option<Spanned<BoundedInteger<1, 65535>>>,
         /// Maximum time between the starts of two checks.
-        pub interval: BoundedDuration<{ 100 * MILLISECOND_NS }, HOUR_NS> = BoundedDuration(DEFAULT_CHECK_INTERVAL),
+        pub interval: BoundedDuration<{ 100 * MILLISECOND_NS }, HOUR_NS> =
+            BoundedDuration(DEFAULT_HEALTH_CHECK_INTERVAL),
         /// Maximum time until an answer, after which a check counts as failed.
-        pub timeout: BoundedDuration<{ 10 * MILLISECOND_NS }, MINUTE_NS> = BoundedDuration(DEFAULT_CHECK_TIMEOUT),
+        pub timeout: BoundedDuration<{ 10 * MILLISECOND_NS }, MINUTE_NS> =
+            BoundedDuration(DEFAULT_HEALTH_CHECK_TIMEOUT),
         /// Number of consecutive successes after which a down server counts as up.
         pub rise: BoundedInteger<1, 100> = BoundedInteger(2),
         /// Number of consecutive failures after which a server counts as down.
@@ -51,8 +53,8 @@ config_struct! {
     }
 }
 
-const DEFAULT_CHECK_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
-const DEFAULT_CHECK_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
+const DEFAULT_HEALTH_CHECK_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
+const DEFAULT_HEALTH_CHECK_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// Kind of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,7 +97,7 @@ pub struct HttpPath(String);
 
 impl FromToml for HttpPath {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |path| {
+        parse_toml_string(value, reader, |path| {
             match path.starts_with('/') && path.bytes().all(|byte| byte.is_ascii_graphic()) {
                 true => Ok(Self(path.to_owned())),
                 false => Err(format!("path {path:?}: expected {}", Self::describe_valid_values())),
@@ -132,7 +134,7 @@ pub struct HttpHost(String);
 
 impl FromToml for HttpHost {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |host| match is_host_and_port(host) {
+        parse_toml_string(value, reader, |host| match is_host_and_port(host) {
             true => Ok(Self(host.to_owned())),
             false => Err(format!("host {host:?}: expected {}", Self::describe_valid_values())),
         })
@@ -153,7 +155,7 @@ pub struct CertificateAuthorities(String);
 
 impl FromToml for CertificateAuthorities {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
-        parse_text(value, reader, |pem| {
+        parse_toml_string(value, reader, |pem| {
             let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
             let problem = match certificates {
                 Ok(certificates) if !certificates.is_empty() => return Ok(Self(pem.to_owned())),
@@ -177,7 +179,7 @@ impl FromToml for CertificateAuthorities {
 /// `has_mixed_address_families` is true if a server's address and the VIP are of different families.
 pub fn parse_health_check(
     table: &Spanned<HealthCheckTable>,
-    protocol: Protocol,
+    protocol: TransportProtocol,
     mode: ServiceSettings,
     has_mixed_address_families: bool,
     reader: &mut TomlReader<'_>,
@@ -185,8 +187,8 @@ pub fn parse_health_check(
     let health = table.get_ref();
     reject_unused_keys(health, reader);
     let parsed_probe_address =
-        check_probe_address(health, reason_against_vip_check(mode, has_mixed_address_families), reader);
-    if protocol == Protocol::Udp && health.check.opens_connections() && health.port.is_none() {
+        determine_probe_address(health, vip_check_obstacle(mode, has_mixed_address_families), reader);
+    if protocol == TransportProtocol::Udp && health.check.opens_connections() && health.port.is_none() {
         let message = format!(
             "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
             health.check.name()
@@ -199,7 +201,7 @@ pub fn parse_health_check(
         HealthCheckKind::Agent => HealthProbe::Agent,
         HealthCheckKind::Http => HealthProbe::Http(to_http_probe(health)),
         HealthCheckKind::Https => {
-            HealthProbe::Https(to_http_probe(health), check_certificate_verification(health, reader))
+            HealthProbe::Https(to_http_probe(health), parse_certificate_verification(health, reader))
         }
     };
     let to_count = |BoundedInteger(count): BoundedInteger<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
@@ -209,7 +211,7 @@ pub fn parse_health_check(
         probe_port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
         interval: health.interval.0,
         timeout: health.timeout.0,
-        thresholds: VerdictThresholds::new(to_count(health.rise), to_count(health.fall))?,
+        thresholds: HealthVerdictThresholds::new(to_count(health.rise), to_count(health.fall))?,
         jitter: health.jitter,
     })
 }
@@ -227,8 +229,8 @@ fn to_http_probe(health: &HealthCheckTable) -> HttpProbe {
 
 /// Returns the reason why health checks cannot be sent to the service's VIP, or `None` if they can. The reason begins
 /// with the kind of service.
-fn reason_against_vip_check(mode: ServiceSettings, has_mixed_address_families: bool) -> Option<String> {
-    if mode.timestamps == TimestampOrigin::LoadBalancer {
+fn vip_check_obstacle(mode: ServiceSettings, has_mixed_address_families: bool) -> Option<String> {
+    if mode.timestamps == CookieStamper::LoadBalancer {
         let stamping_reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
         return Some(format!("a service with {stamping_reason}"));
     }
@@ -241,7 +243,7 @@ fn reason_against_vip_check(mode: ServiceSettings, has_mixed_address_families: b
 }
 
 /// Returns the address at which servers are checked. The default is the VIP, unless checks at the VIP are impossible.
-fn check_probe_address(
+fn determine_probe_address(
     health: &HealthCheckTable,
     reason_against_vip: Option<String>,
     reader: &mut TomlReader<'_>,
@@ -278,7 +280,7 @@ fn reject_unused_keys(health: &HealthCheckTable, reader: &mut TomlReader<'_>) {
     }
 }
 
-fn check_certificate_verification(health: &HealthCheckTable, reader: &mut TomlReader<'_>) -> CertificateVerification {
+fn parse_certificate_verification(health: &HealthCheckTable, reader: &mut TomlReader<'_>) -> CertificateVerification {
     match (&health.verify, &health.ca) {
         (Some(verify), None) if !verify.get_ref() => CertificateVerification::Off,
         (Some(verify), Some(_)) if !verify.get_ref() => {

@@ -1,5 +1,5 @@
 use coreward_config::TomlSource;
-use coreward_model::consistency::TimestampOrigin;
+use coreward_model::consistency::CookieStamper;
 use coreward_model::forwarding::ForwardingMode;
 use coreward_model::health::ProbeAddress;
 
@@ -118,8 +118,8 @@ fn server_may_have_an_ipv6_address() {
 fn lb_side_stamping_is_allowed_for_either_address_family() {
     for vip in ["10.200.0.1:80", "[2001:db8::1]:80"] {
         assert_eq!(
-            parse_fleet_with_service(vip, "timestamps = \"lb\"").unwrap().services[0].mode.timestamps,
-            TimestampOrigin::LoadBalancer
+            parse_fleet_with_service(vip, "timestamps = \"lb\"").unwrap().services[0].settings.timestamps,
+            CookieStamper::LoadBalancer
         );
     }
     assert!(parse_fleet_with_server("2001:db8::11", "timestamps = \"lb\"").is_ok());
@@ -134,7 +134,7 @@ fn outer_header_may_be_of_either_address_family() {
                 let service = format!("[[service]]\nname = \"web\"\nvip = \"{vip}\"\n");
                 let text = format!("{server}{service}forwarding = \"{}\"\n", forwarding.name());
                 let config = FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).unwrap();
-                assert_eq!(config.services[0].mode.forwarding, forwarding, "{vip} {address}");
+                assert_eq!(config.services[0].settings.forwarding, forwarding, "{vip} {address}");
             }
         }
     }

@@ -22,17 +22,17 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use coreward_config::{Diagnostic, Diagnostics, Span, TomlSource};
+use coreward_config::{ConfigDiagnostic, Diagnostics, Span, TomlSource};
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::health::{HealthCheck, WhenAllDown};
+use coreward_model::health::{AllServersDownTreatment, HealthCheck};
 use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{ServerCapacity, ServerWeight};
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::vlan::Vlan;
 
-pub use difference::{DocumentChange, list_changes};
+pub use difference::{FleetDocumentChange, list_changes};
 use file::FleetFile;
 
 /// Default interval between reports of an agent, for 10 reports per second as in the CrossRSS paper (CoNEXT'20).
@@ -58,21 +58,21 @@ pub struct FleetConfig {
     /// Names of the load balancers that may connect, or `None` if any load balancer may.
     pub allowed_load_balancers: Option<BTreeSet<String>>,
     /// Servers, with unique names, addresses and ids.
-    pub servers: Vec<ServerConfig>,
+    pub servers: Vec<FleetServerConfig>,
     /// Services, with unique names and VIPs.
-    pub services: Vec<ServiceConfig>,
+    pub services: Vec<FleetServiceConfig>,
     source: TomlSource,
 }
 
 #[derive(Debug, Clone)]
-pub struct ServerConfig {
+pub struct FleetServerConfig {
     /// Name by which agents and operators identify the server.
     pub name: String,
     /// Address at which load balancers reach the server.
     pub address: IpAddr,
     /// Id that the operator chose, with its location in the document, or `None` if an id is to be drawn at random.
     pub id: Option<(ServerId, Span)>,
-    pub state: ServerDrainState,
+    pub drain_state: ServerDrainState,
     /// Share of new connections relative to other servers.
     pub weight: ServerWeight,
     /// Capacity, where 1 is that of a typical core, or `None` to use the number of the server's cores.
@@ -112,12 +112,12 @@ pub struct MigrationLoadBalancer {
 }
 
 #[derive(Debug, Clone)]
-pub struct ServiceConfig {
+pub struct FleetServiceConfig {
     pub name: String,
     pub address: ServiceAddress,
     /// Consistency mode of the service. Its migration is not set, because the document has no id of the other load
     /// balancer.
-    pub mode: ServiceSettings,
+    pub settings: ServiceSettings,
     /// Load balancer from which the service is adopted, or to which it is handed over.
     pub other_balancer: Option<MigrationLoadBalancer>,
     /// Name of the placement policy, one of `coreward_model::policy::policy_names()`.
@@ -127,7 +127,7 @@ pub struct ServiceConfig {
     /// Health check of the service's servers, or `None` if they are not checked.
     pub health_check: Option<HealthCheck>,
     /// Treatment of new connections when all servers are down.
-    pub when_all_down: WhenAllDown,
+    pub when_all_down: AllServersDownTreatment,
     /// Positions of the service's servers in [`FleetConfig::servers`].
     pub server_positions: Vec<usize>,
     /// Location of the service in the document.
@@ -146,14 +146,14 @@ impl FleetConfig {
         let is_empty = source.top_level_keys().is_empty() && source.syntax_errors().is_empty();
         if is_empty {
             let message = "nothing in it: expected [[server]] and [[service]], or another key if there are none";
-            return Err(Diagnostic::for_file(source.path(), message).into());
+            return Err(ConfigDiagnostic::for_file(source.path(), message).into());
         }
         Self::parse_stored(source)
     }
 
     /// Parses the stored document, which is empty until the first document is applied.
     pub fn parse_stored(source: &TomlSource) -> Result<Self, Diagnostics> {
-        source.read_as(|file: FleetFile, reader| Some(check::check_fleet(file, reader)))
+        source.read_as(|file: FleetFile, reader| Some(check::check_and_convert_fleet(file, reader)))
     }
 
     pub fn source(&self) -> &TomlSource {

@@ -8,7 +8,7 @@ use super::unique::UniqueValues;
 
 /// Returns the names in a list of racks, or `None` if there is no list. Reports duplicates, and names that are missing
 /// in `known_racks`, the fleet's list of racks.
-pub fn check_rack_names(
+pub fn parse_rack_names(
     rack_entries: Option<&[Spanned<PrintableName>]>,
     known_racks: Option<&BTreeSet<String>>,
     reader: &mut TomlReader<'_>,
@@ -28,7 +28,7 @@ pub fn check_rack_names(
 
 /// Returns the names in a list of the fleet document, or `None` if there is no list. Reports duplicates. `value_kind`
 /// is the kind of the entries in error messages, such as "rack".
-pub fn check_unique_names(
+pub fn parse_unique_names(
     value_kind: &'static str,
     name_entries: Option<&[Spanned<PrintableName>]>,
     reader: &mut TomlReader<'_>,

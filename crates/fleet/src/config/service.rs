@@ -3,14 +3,14 @@
 use coreward_config::{
     BoundedDuration, HOUR_NS, LocatedValue, PrintableName, Spanned, TomlReader, config_struct, string_enum,
 };
-use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper, ServiceSettings};
 use coreward_model::forwarding::ForwardingMode;
-use coreward_model::health::WhenAllDown;
+use coreward_model::health::AllServersDownTreatment;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 
-use super::address::{BalancerAddress, Vip};
+use super::address::{MigrationBalancerAddress, Vip};
 use super::health::HealthCheckTable;
 
 config_struct! {
@@ -21,19 +21,20 @@ config_struct! {
         /// Address (IPv4 or IPv6) and port to which clients connect; unique, and no server's own address.
         pub vip: LocatedValue<Vip>,
         /// Protocol of the service.
-        pub protocol: LocatedValue<Protocol> = LocatedValue { value: Some(Protocol::Tcp), span: 0..0 },
+        pub protocol: LocatedValue<TransportProtocol> =
+            LocatedValue { value: Some(TransportProtocol::Tcp), span: 0..0 },
         /// Method by which the packets of a TCP connection find its server.
         pub consistency: Option<Spanned<ConsistencyMode>>,
         /// Writer of the cookies in TCP timestamps: the server, the load balancer, or none.
-        pub timestamps: Option<Spanned<TimestampOrigin>>,
+        pub timestamps: Option<Spanned<CookieStamper>>,
         /// Method of forwarding packets to servers: by MAC address, or with an outer header across routers.
         pub forwarding: Option<Spanned<ForwardingMode>>,
         /// Unit of traffic for which a UDP service chooses a server: flow or packet.
         pub udp: Option<Spanned<UdpPlacementUnit>>,
         /// Address of the load balancer that had the service before, and gets packets of unknown connections.
-        pub migrate_from: Option<Spanned<BalancerAddress>>,
+        pub migrate_from: Option<Spanned<MigrationBalancerAddress>>,
         /// Address of the load balancer that gets new connections; established connections continue here.
-        pub migrate_to: Option<Spanned<BalancerAddress>>,
+        pub migrate_to: Option<Spanned<MigrationBalancerAddress>>,
         /// Placement policy for new connections.
         pub policy: LocatedValue<PlacementPolicyName> =
             LocatedValue { value: Some(PlacementPolicyName(policy::DEFAULT_POLICY_NAME)), span: 0..0 },
@@ -46,7 +47,7 @@ config_struct! {
         /// Health check of the service's servers; by default none.
         pub health: Option<Spanned<HealthCheckTable>>,
         /// Treatment of new connections when all servers are down.
-        pub when_all_down: WhenAllDown = WhenAllDown::default(),
+        pub when_all_down: AllServersDownTreatment = AllServersDownTreatment::default(),
     }
 }
 
@@ -79,16 +80,16 @@ string_enum!(
 /// Returns the consistency, timestamps and forwarding of the service. Stores mistakes in the reader.
 pub fn parse_service_settings(
     service: &FleetServiceTable,
-    protocol: Protocol,
+    protocol: TransportProtocol,
     reader: &mut TomlReader<'_>,
 ) -> ServiceSettings {
     let settings_without_forwarding = match protocol {
-        Protocol::Tcp => parse_tcp_settings(service, reader),
-        Protocol::Udp => parse_udp_settings(service, reader),
+        TransportProtocol::Tcp => parse_tcp_settings(service, reader),
+        TransportProtocol::Udp => parse_udp_settings(service, reader),
     };
     let Some(forwarding_entry) = &service.forwarding else { return settings_without_forwarding };
     let forwarding = *forwarding_entry.get_ref();
-    if forwarding.encapsulates() && settings_without_forwarding.timestamps == TimestampOrigin::LoadBalancer {
+    if forwarding.encapsulates() && settings_without_forwarding.timestamps == CookieStamper::LoadBalancer {
         let message = format!(
             "forwarding {:?} with timestamps by \"lb\", whose servers' answers must pass the load balancer: expected \
              \"l2\", or timestamps by \"server\" or \"off\"",
@@ -112,7 +113,7 @@ fn parse_udp_settings(service: &FleetServiceTable, reader: &mut TomlReader<'_>) 
         );
         reader.report_mistake(span, message);
     }
-    let default_settings = ServiceSettings::default_for_protocol(Protocol::Udp);
+    let default_settings = ServiceSettings::default_for_protocol(TransportProtocol::Udp);
     match service.udp.as_ref().map(Spanned::get_ref) {
         None => default_settings,
         Some(UdpPlacementUnit::Flow) => ServiceSettings { consistency: ConsistencyMode::HashTable, ..default_settings },
@@ -124,13 +125,13 @@ fn parse_tcp_settings(service: &FleetServiceTable, reader: &mut TomlReader<'_>) 
     if let Some(udp) = &service.udp {
         reader.report_mistake(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
     }
-    let default_settings = ServiceSettings::default_for_protocol(Protocol::Tcp);
+    let default_settings = ServiceSettings::default_for_protocol(TransportProtocol::Tcp);
     let consistency =
         service.consistency.as_ref().map_or(default_settings.consistency, |consistency| *consistency.get_ref());
     let uses_cookies = matches!(consistency, ConsistencyMode::Stateless | ConsistencyMode::Stateful);
     let timestamps = match &service.timestamps {
         None if uses_cookies => default_settings.timestamps,
-        None => TimestampOrigin::Off,
+        None => CookieStamper::Off,
         Some(timestamps) => {
             let requested_timestamps = *timestamps.get_ref();
             if let Some(message) = describe_timestamps_error(consistency, uses_cookies, requested_timestamps) {
@@ -149,10 +150,10 @@ fn parse_tcp_settings(service: &FleetServiceTable, reader: &mut TomlReader<'_>) 
 fn describe_timestamps_error(
     consistency: ConsistencyMode,
     uses_cookies: bool,
-    requested: TimestampOrigin,
+    requested: CookieStamper,
 ) -> Option<String> {
     let consistency_name = consistency.name();
-    if !uses_cookies && requested != TimestampOrigin::Off {
+    if !uses_cookies && requested != CookieStamper::Off {
         return Some(format!(
             "timestamps by {:?} with consistency {consistency_name:?}, which uses no cookie: expected \"off\"",
             requested.name()
@@ -160,7 +161,7 @@ fn describe_timestamps_error(
     }
     // Only the server learns the connection's table index, from the SYN. In the cookie of LB-side stamping, 20 bits of
     // time leave no room for the index.
-    (consistency == ConsistencyMode::Stateful && requested != TimestampOrigin::Server).then(|| {
+    (consistency == ConsistencyMode::Stateful && requested != CookieStamper::Server).then(|| {
         format!(
             "timestamps by {:?} with consistency {consistency_name:?}: expected \"server\", who stamps the index",
             requested.name()

@@ -58,7 +58,7 @@ fn server_in_too_many_services_is_rejected() {
 
 /// A file that was truncated (by a full disk, or by an editor during a write) must not end all services.
 #[test]
-fn empty_document_is_rejected() {
+fn empty_fleet_document_is_rejected() {
     for text in ["", "\n# nothing\n", "\u{feff}"] {
         let message = parse_fleet(text).unwrap_err();
         assert!(
@@ -74,13 +74,13 @@ fn empty_document_is_rejected() {
 }
 
 #[test]
-fn valid_file_is_parsed() {
+fn valid_fleet_file_is_parsed() {
     let config = parse_fleet(VALID_FLEET_TOML).unwrap();
     assert_eq!(config.report_interval, Duration::from_millis(50));
     assert_eq!(config.load_ewma_alpha.get(), 0.25);
     assert_eq!(config.max_connection_lifetime, DEFAULT_MAX_CONNECTION_LIFETIME);
     let servers: Vec<_> =
-        config.servers.iter().map(|s| (s.name.as_str(), s.id.as_ref().map(|id| id.0.get()), s.state)).collect();
+        config.servers.iter().map(|s| (s.name.as_str(), s.id.as_ref().map(|id| id.0.get()), s.drain_state)).collect();
     assert_eq!(servers, [("s1", Some(7), ServerDrainState::Active), ("s2", None, ServerDrainState::Draining)]);
     let services: Vec<_> = config
         .services
@@ -97,7 +97,7 @@ fn valid_file_is_parsed() {
 }
 
 #[test]
-fn defaults_are_as_documented() {
+fn fleet_defaults_are_as_documented() {
     let config = parse_fleet("[[service]]\nname = \"w\"\nvip = \"10.0.0.1:80\"\n").unwrap();
     assert_eq!(
         (config.report_interval, config.load_ewma_alpha),
@@ -108,7 +108,7 @@ fn defaults_are_as_documented() {
 }
 
 /// Texts of the valid document, each with an invalid replacement and the resulting error message.
-const INVALID_VALUES: [(&str, &str, &str); 22] = [
+const INVALID_FLEET_REPLACEMENTS: [(&str, &str, &str); 22] = [
     (
         "load_ewma_alpha = 0.25",
         "load_ewma_alpha = 0",
@@ -233,13 +233,13 @@ const INVALID_VALUES: [(&str, &str, &str); 22] = [
 
 #[test]
 fn each_invalid_value_is_reported_with_its_key() {
-    for (old_text, new_text, message) in INVALID_VALUES {
+    for (old_text, new_text, message) in INVALID_FLEET_REPLACEMENTS {
         assert_eq!(error_after_replacement(old_text, new_text), message);
     }
 }
 
 /// Texts of the valid document, each with a contradictory replacement and the resulting error message.
-const CONTRADICTORY_VALUES: [(&str, &str, &str); 22] = [
+const CONTRADICTORY_FLEET_REPLACEMENTS: [(&str, &str, &str); 22] = [
     (
         "\"s2\"",
         "\"s1\"",
@@ -377,7 +377,7 @@ const CONTRADICTORY_VALUES: [(&str, &str, &str); 22] = [
 
 #[test]
 fn contradictory_values_are_reported_with_their_keys() {
-    for (old_text, new_text, message) in CONTRADICTORY_VALUES {
+    for (old_text, new_text, message) in CONTRADICTORY_FLEET_REPLACEMENTS {
         assert_eq!(error_after_replacement(old_text, new_text), message);
     }
 }
@@ -386,7 +386,7 @@ fn contradictory_values_are_reported_with_their_keys() {
 fn service_settings_are_parsed() {
     let parse_settings = |keys: &str| {
         let service_mode =
-            parse_fleet(&VALID_FLEET_TOML.replacen("policy = \"pow2\"", keys, 1)).unwrap().services[1].mode;
+            parse_fleet(&VALID_FLEET_TOML.replacen("policy = \"pow2\"", keys, 1)).unwrap().services[1].settings;
         (service_mode.consistency.name(), service_mode.timestamps.name())
     };
     let cases = [
@@ -510,7 +510,7 @@ fn too_many_services_are_rejected() {
 
 /// All mistakes are reported, but a value that depends on an invalid one counts as no further mistake.
 #[test]
-fn all_mistakes_are_reported_at_once() {
+fn all_fleet_mistakes_are_reported_at_once() {
     let text = VALID_FLEET_TOML
         .replace("10.2.0.12", "10.2.0.300")
         .replace("load_ewma_alpha = 0.25", "load_ewma_alpha = 2")
@@ -525,7 +525,7 @@ fn all_mistakes_are_reported_at_once() {
 }
 
 /// Lines to add to the second service, and the expected error message about them.
-const INVALID_MIGRATIONS: [(&str, &str); 6] = [
+const INVALID_SERVICE_MIGRATIONS: [(&str, &str); 6] = [
     (
         "migrate_from = \"10.2.0.5\"\nmigrate_to = \"10.2.0.5\"",
         "fleet.toml:26:14: key `service.migrate_to`: `migrate_to` with `migrate_from`: expected one of the two",
@@ -568,7 +568,7 @@ fn service_migrates_either_to_or_from_another_load_balancer() {
     assert_eq!(config.services[0].other_balancer, None);
     let previous_balancer = MigrationLoadBalancer { address: [10, 2, 0, 5].into(), takes_new_connections: false };
     assert_eq!(config.services[1].other_balancer, Some(previous_balancer));
-    for (line, message) in INVALID_MIGRATIONS {
+    for (line, message) in INVALID_SERVICE_MIGRATIONS {
         assert_eq!(error_with_line(line), message);
     }
 }

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 
 use coreward_config::{Spanned, TomlReader};
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::tuple::{Protocol, ServiceAddress};
+use coreward_model::tuple::{ServiceAddress, TransportProtocol};
 
 use super::service::FleetServiceTable;
-use super::{MigrationLoadBalancer, ServerConfig, ServiceConfig};
+use super::{FleetServerConfig, FleetServiceConfig, MigrationLoadBalancer};
 
 /// Returns the other load balancer of a migrating service, or `None` if the service does not migrate. Stores mistakes
 /// in the reader.
@@ -26,7 +26,7 @@ pub fn parse_other_balancer(
             return None;
         }
     };
-    if address.protocol == Protocol::Udp {
+    if address.protocol == TransportProtocol::Udp {
         let message = format!("`{key}` of a UDP service, whose datagrams do not show what begins a flow: expected TCP");
         reader.report_mistake(migration_entry.span(), message);
     } else if mode.forwarding.encapsulates() {
@@ -54,20 +54,20 @@ pub fn parse_other_balancer(
 
 /// Checks that each server stamps the new connections of all its services or of none. The server's kernel has only one
 /// setting for all services.
-pub fn check_uniform_stamping(
-    services: &[ServiceConfig],
-    servers: &[ServerConfig],
+pub fn check_uniform_connection_stamping(
+    services: &[FleetServiceConfig],
+    servers: &[FleetServerConfig],
     service_entries: &[Spanned<FleetServiceTable>],
     reader: &mut TomlReader<'_>,
 ) {
     let is_handed_over =
-        |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.takes_new_connections);
-    let stamped_services = || services.iter().filter(|service| service.mode.is_stamped_by_servers());
+        |service: &FleetServiceConfig| service.other_balancer.is_some_and(|other| other.takes_new_connections);
+    let stamped_services = || services.iter().filter(|service| service.settings.servers_stamp_packets());
     let mut kept_service_index_by_server: HashMap<usize, usize> = HashMap::new();
     for (service_index, kept_service) in services
         .iter()
         .enumerate()
-        .filter(|(_, service)| service.mode.is_stamped_by_servers() && !is_handed_over(service))
+        .filter(|(_, service)| service.settings.servers_stamp_packets() && !is_handed_over(service))
     {
         for position in &kept_service.server_positions {
             kept_service_index_by_server.entry(*position).or_insert(service_index);

@@ -5,9 +5,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coreward_health::checker::{CheckedService, HealthChecker, TargetCheckResult};
+use coreward_health::checker::{CheckedService, HealthChecker, TargetHealthCheckResult};
 use coreward_model::health::{
-    HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdict, ProbeAddress, VerdictThresholds,
+    HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdict, HealthVerdictThresholds, ProbeAddress,
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
@@ -18,13 +18,13 @@ fn build_checked_service(vip: SocketAddr) -> CheckedService<u32> {
         probe_port: None,
         interval: Duration::from_millis(20),
         timeout: Duration::from_secs(5),
-        thresholds: VerdictThresholds::new(1, 3).expect("not 0"),
+        thresholds: HealthVerdictThresholds::new(1, 3).expect("not 0"),
         jitter: HealthCheckJitter::new(0.0).expect("from 0 to 1"),
     };
     CheckedService {
         health_check: Arc::new(health_check),
         vip,
-        servers_by_key: vec![(1, Ipv4Addr::LOCALHOST.into())],
+        server_addresses_by_key: vec![(1, Ipv4Addr::LOCALHOST.into())],
         nat_table: None,
     }
 }
@@ -32,8 +32,8 @@ fn build_checked_service(vip: SocketAddr) -> CheckedService<u32> {
 fn wait_for_check_result(
     checker: &HealthChecker<u32>,
     description: &str,
-    condition: impl Fn(&TargetCheckResult) -> bool,
-) -> TargetCheckResult {
+    condition: impl Fn(&TargetHealthCheckResult) -> bool,
+) -> TargetHealthCheckResult {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         let check_results = checker.check_results();

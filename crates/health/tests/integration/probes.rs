@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use coreward_health::checker::{CheckedService, HealthChecker};
 use coreward_health::probe::{HealthProber, ProbeError};
 use coreward_model::health::{
-    CertificateVerification, HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdict, HttpProbe, HttpStatusRange,
-    ProbeAddress, VerdictThresholds,
+    CertificateVerification, HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdict, HealthVerdictThresholds,
+    HttpProbe, HttpStatusRange, ProbeAddress,
 };
 use rustls::crypto::ring;
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
@@ -23,7 +23,7 @@ fn build_health_check(probe: HealthProbe) -> Arc<HealthCheck> {
         probe_port: None,
         interval: Duration::from_millis(20),
         timeout: Duration::from_secs(20),
-        thresholds: VerdictThresholds::new(2, 3).unwrap(),
+        thresholds: HealthVerdictThresholds::new(2, 3).unwrap(),
         jitter: HealthCheckJitter::new(0.5).unwrap(),
     })
 }
@@ -123,7 +123,7 @@ fn http_check_passes_if_the_status_is_expected() {
 }
 
 #[test]
-fn silent_server_times_out() {
+fn health_check_of_silent_server_times_out() {
     let (_listener, address) = listen_on_loopback();
     let short_timeout_check = HealthCheck {
         timeout: Duration::from_millis(50),
@@ -215,8 +215,13 @@ fn checker_follows_the_http_status_of_the_server() {
     let checker: HealthChecker<u8> = HealthChecker::start().unwrap();
     let health_check = build_health_check(HealthProbe::Http(build_http_probe(None)));
     let build_checked_service = |keys: &[u8]| {
-        let servers_by_key = keys.iter().map(|key| (*key, address.ip())).collect();
-        vec![CheckedService { health_check: health_check.clone(), vip: address, servers_by_key, nat_table: None }]
+        let server_addresses_by_key = keys.iter().map(|key| (*key, address.ip())).collect();
+        vec![CheckedService {
+            health_check: health_check.clone(),
+            vip: address,
+            server_addresses_by_key,
+            nat_table: None,
+        }]
     };
     let verdict_and_check_count = |key: u8| {
         let (_, result) = checker.check_results().into_iter().find(|(result_key, _)| *result_key == key)?;

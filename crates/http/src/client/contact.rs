@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use coreward_tls::CredentialFiles;
+use coreward_tls::TlsCredentialFiles;
 
 /// URL of a controller's HTTP API.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -85,7 +85,7 @@ pub enum ApiCredential {
         ca: Option<PathBuf>,
     },
     /// Certificate that identifies its owner as an operator or a viewer. It requires `https://`.
-    Certificate(CredentialFiles),
+    Certificate(TlsCredentialFiles),
 }
 
 #[cfg(test)]

@@ -31,7 +31,7 @@ pub(super) struct PendingRequest {
 
 /// Connects to a controller, sends a request, and returns the answer. Without a certificate, `token` authenticates the
 /// caller.
-pub(super) async fn connect_and_send(
+pub(super) async fn connect_and_send_request(
     url: &ControllerUrl,
     tls: Option<&HttpsConnector>,
     token: Option<&str>,

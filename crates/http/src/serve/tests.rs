@@ -13,8 +13,8 @@ use tokio::time::{Interval, interval, timeout};
 
 use super::*;
 
-const TEST_TIMEOUT: Duration = Duration::from_secs(30);
-const LONG_TIMEOUT: Duration = Duration::from_secs(3600);
+const CONDITION_TIMEOUT: Duration = Duration::from_secs(30);
+const UNREACHED_REQUEST_HEAD_TIMEOUT: Duration = Duration::from_secs(3600);
 
 struct EndlessResponseBody(Interval);
 
@@ -35,7 +35,7 @@ fn start_server(connection_limits: ConnectionLimits) -> (SocketAddr, RunningApiS
         .route("/", get(async || "here"))
         .route("/watch", get(async || Body::new(EndlessResponseBody(interval(Duration::from_millis(5))))));
     let listener = ApiListener::bind("127.0.0.1:0".parse().unwrap()).unwrap().with_connection_limits(connection_limits);
-    (listener.address(), listener.serve(PlainAcceptor, router, || {}, std::future::pending()).unwrap())
+    (listener.address(), listener.serve(PlainTcpAcceptor, router, || {}, std::future::pending()).unwrap())
 }
 
 struct TestClient(TcpStream);
@@ -58,7 +58,7 @@ impl TestClient {
                 assert_ne!(self.0.read_buf(&mut received_bytes).await.unwrap(), 0, "it was let go");
             }
         };
-        timeout(TEST_TIMEOUT, read_future).await.unwrap_or_else(|_| panic!("no {expected:?} in time"));
+        timeout(CONDITION_TIMEOUT, read_future).await.unwrap_or_else(|_| panic!("no {expected:?} in time"));
     }
 
     async fn request_root_page(&mut self) {
@@ -73,7 +73,7 @@ impl TestClient {
 
     async fn assert_closed(&mut self) {
         let mut received_bytes = Vec::new();
-        let read_result = timeout(TEST_TIMEOUT, self.0.read_to_end(&mut received_bytes)).await;
+        let read_result = timeout(CONDITION_TIMEOUT, self.0.read_to_end(&mut received_bytes)).await;
         drop(read_result.expect("it is let go in time"));
     }
 }
@@ -83,7 +83,7 @@ impl TestClient {
 async fn idle_connection_is_evicted_for_a_new_one() {
     let (address, _serving) = start_server(ConnectionLimits {
         max_connections: 5,
-        request_head_timeout: LONG_TIMEOUT,
+        request_head_timeout: UNREACHED_REQUEST_HEAD_TIMEOUT,
         ..ConnectionLimits::default()
     });
     let mut lone_client_of_network = TestClient::connect(2, address).await;
@@ -120,7 +120,7 @@ async fn idle_connection_is_evicted_for_a_new_one() {
 async fn new_connection_waits_while_all_slots_are_busy() {
     let (address, _serving) = start_server(ConnectionLimits {
         max_connections: 2,
-        request_head_timeout: LONG_TIMEOUT,
+        request_head_timeout: UNREACHED_REQUEST_HEAD_TIMEOUT,
         ..ConnectionLimits::default()
     });
     let mut watchers = [TestClient::connect(1, address).await, TestClient::connect(1, address).await];

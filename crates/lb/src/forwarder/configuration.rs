@@ -9,13 +9,13 @@ use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::lb;
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableOwnerNumber;
-use coreward_model::consistency::TimestampOrigin;
+use coreward_model::consistency::CookieStamper;
 use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::policy::TelemetryLevel;
 use coreward_model::vlan::Vlan;
 use coreward_wire::v1::RejectedUpdate;
 use coreward_wire::{
-    FleetChange, FleetConfiguration, PeerLoadBalancer, Server, Service, ServiceIndex, UnusableService,
+    FleetConfiguration, FleetConfigurationChange, PeerLoadBalancer, Server, Service, ServiceIndex, UnusableService,
 };
 
 use super::Forwarder;
@@ -27,7 +27,7 @@ const FIRST_CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// State of the applied fleet configuration. Its services and load balancers are in [`Forwarder`].
 #[derive(Default)]
-pub(super) struct ConfigurationState {
+pub(super) struct FleetConfigurationState {
     /// Newest configuration generation that was confirmed on the current controller stream, or 0 if there is none.
     pub confirmed_generation: u64,
     /// Number of the applied configuration, which later changes name. `None` if none is applied or applying it failed.
@@ -43,12 +43,12 @@ pub(super) struct ConfigurationState {
     /// Whether the next configuration must be complete, because a change did not fit the applied one.
     pub needs_complete: bool,
     /// Time at which the absence of a configuration will be logged, or `None` after it was logged.
-    absence_log_at: Option<Duration>,
+    absence_log_due_at: Option<Duration>,
 }
 
-impl ConfigurationState {
+impl FleetConfigurationState {
     pub fn new() -> Self {
-        Self { absence_log_at: Some(monotonic_time() + FIRST_CONFIGURATION_TIMEOUT), ..Self::default() }
+        Self { absence_log_due_at: Some(monotonic_time() + FIRST_CONFIGURATION_TIMEOUT), ..Self::default() }
     }
 
     /// Records that a configuration was applied.
@@ -60,7 +60,7 @@ impl ConfigurationState {
 }
 
 /// Returns the fields of a server that require new look-ups of MAC addresses if they change.
-fn server_identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
+fn server_id_address_and_vlan(server: &Server) -> (ServerId, IpAddr, Vlan) {
     (server.id, server.address, server.vlan)
 }
 
@@ -79,21 +79,25 @@ impl Forwarder {
         let generation = configuration.generation;
         let service_indexes: BTreeSet<u32> =
             configuration.services.iter().map(|service| service.index.get().into()).collect();
-        self.rejections.retain_tables(|index| service_indexes.contains(&index));
+        self.rejections.retain_table_rejections(|index| service_indexes.contains(&index));
         configuration
             .services
             .extend(self.previous_versions_of_rejected_services(unusable_services, &configuration.services));
-        let apply_result = self.configure(configuration_number, configuration);
+        let apply_result = self.apply_configuration(configuration_number, configuration);
         self.record_rejected_services(generation, unusable_services, &apply_result);
     }
 
-    pub fn apply_and_report_change(&mut self, mut change: FleetChange, unusable_services: &[UnusableService]) {
+    pub fn apply_and_report_change(
+        &mut self,
+        mut change: FleetConfigurationChange,
+        unusable_services: &[UnusableService],
+    ) {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
             self.rejections.clear_rejection(RejectedUpdateSubject::ServiceWithIndex(service.index.get().into()));
         }
         for index in &change.removed_service_indexes {
-            self.rejections.remove_service(index.get().into());
+            self.rejections.clear_service_rejections(index.get().into());
         }
         change
             .configuration
@@ -116,7 +120,7 @@ impl Forwarder {
             let (previous_service, _) = self.services_by_index.get(&ServiceIndex::new(unusable_service.index)?)?;
             let is_address_free = new_services.iter().all(|other| other.address != previous_service.address);
             (previous_service.name == unusable_service.name && is_address_free)
-                .then(|| unusable_service.with_servers_applied_to(previous_service))
+                .then(|| unusable_service.replace_servers_in(previous_service))
         };
         unusable_services.iter().filter_map(to_previous_service).collect()
     }
@@ -149,7 +153,12 @@ impl Forwarder {
         );
     }
 
-    pub fn record_table_outcome(&mut self, service_index: u32, generation: u64, install_result: &anyhow::Result<()>) {
+    pub fn record_table_install_result(
+        &mut self,
+        service_index: u32,
+        generation: u64,
+        install_result: &anyhow::Result<()>,
+    ) {
         let configured_service = ServiceIndex::new(service_index).and_then(|index| self.services_by_index.get(&index));
         let Err(error) = install_result else {
             return self.rejections.clear_rejection(RejectedUpdateSubject::TableOfService(service_index));
@@ -171,9 +180,13 @@ impl Forwarder {
     /// Applies the keys, services and servers of a configuration. Placement tables arrive separately. A later change
     /// names this configuration by `configuration_number`. If the data plane cannot hold the services, this fails
     /// without effect.
-    pub fn configure(&mut self, configuration_number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
+    pub fn apply_configuration(
+        &mut self,
+        configuration_number: u64,
+        configuration: FleetConfiguration,
+    ) -> anyhow::Result<()> {
         self.configuration.configuration_number = None;
-        let address_and_mode = |service: &Service| (service.address, service.mode);
+        let address_and_mode = |service: &Service| (service.address, service.settings);
         let addresses_and_modes: Vec<_> = configuration.services.iter().map(address_and_mode).collect();
         let lb_service_indexes = self.load_balancer.set_services(&addresses_and_modes)?;
         for (service, index) in configuration.services.iter().zip(&lb_service_indexes) {
@@ -182,8 +195,8 @@ impl Forwarder {
                 self.load_balancer.set_time_key(*index, key);
             }
         }
-        self.load_balancer.set_cookie_keys(&configuration.keys);
-        (self.configuration.fleet_keys, self.configuration.is_unsaved) = (Some(configuration.keys), true);
+        self.load_balancer.set_cookie_keys(&configuration.cookie_keys);
+        (self.configuration.fleet_keys, self.configuration.is_unsaved) = (Some(configuration.cookie_keys), true);
         self.services_by_index = configuration
             .services
             .into_iter()
@@ -191,8 +204,8 @@ impl Forwarder {
             .map(|(service, index)| (service.index, (service, index)))
             .collect();
         self.update_telemetry_level()?;
-        self.use_server_vlans()?;
-        self.load_balancers = configuration.load_balancers;
+        self.enable_server_vlans()?;
+        self.fleet_load_balancers = configuration.load_balancers;
         self.traffic_report_interval = configuration.report_interval;
         self.load_based_table_lifetime = configuration.table_lifetime;
         self.table_ages.retain_services(|service| self.services_by_index.contains_key(&service));
@@ -202,7 +215,7 @@ impl Forwarder {
         for index in self.services_by_index.keys().copied().collect::<Vec<_>>() {
             self.set_servers_of_service(index);
         }
-        self.set_connection_owners();
+        self.set_connection_table_owners();
         self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
         self.configuration.record_applied_configuration(configuration_number, configuration.generation);
         Ok(())
@@ -211,7 +224,7 @@ impl Forwarder {
     /// Applies a change to the current configuration by processing only the changed servers. If services have changed,
     /// a complete configuration is needed instead. Fails if the change is based on another configuration
     /// ([`Forwarder::needs_complete_configuration`]), or for the same reasons as a complete configuration.
-    pub fn try_apply_change(&mut self, change: FleetChange) -> anyhow::Result<()> {
+    pub fn try_apply_change(&mut self, change: FleetConfigurationChange) -> anyhow::Result<()> {
         if self.configuration.configuration_number != Some(change.base_configuration_number) {
             self.configuration.needs_complete = true;
             anyhow::bail!(
@@ -224,16 +237,16 @@ impl Forwarder {
             let previous_configuration =
                 self.current_configuration().context("a change without a configuration in force")?;
             let complete_configuration = change.apply_to(previous_configuration);
-            return self.configure(change_number, complete_configuration);
+            return self.apply_configuration(change_number, complete_configuration);
         }
         let next_configuration = change.configuration;
-        self.load_balancer.set_cookie_keys(&next_configuration.keys);
-        (self.configuration.fleet_keys, self.configuration.is_unsaved) = (Some(next_configuration.keys), true);
+        self.load_balancer.set_cookie_keys(&next_configuration.cookie_keys);
+        (self.configuration.fleet_keys, self.configuration.is_unsaved) = (Some(next_configuration.cookie_keys), true);
         self.traffic_report_interval = next_configuration.report_interval;
         self.load_based_table_lifetime = next_configuration.table_lifetime;
-        self.load_balancers = next_configuration.load_balancers;
+        self.fleet_load_balancers = next_configuration.load_balancers;
         let has_health_checks = self.replace_services(next_configuration.services)?;
-        self.set_connection_owners();
+        self.set_connection_table_owners();
         if has_health_checks {
             self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
         }
@@ -244,7 +257,7 @@ impl Forwarder {
 
     /// Returns whether a change adds or removes services, changes more of a service than its servers, or changes the
     /// names or addresses of load balancers.
-    fn affects_more_than_servers(&self, change: &FleetChange) -> bool {
+    fn affects_more_than_servers(&self, change: &FleetConfigurationChange) -> bool {
         let differs_only_in_servers = |new_service: &Service| {
             let known_service = self.services_by_index.get(&new_service.index);
             known_service.is_some_and(|(old_service, _)| {
@@ -252,7 +265,7 @@ impl Forwarder {
             })
         };
         let next_configuration = &change.configuration;
-        let have_peers_changed = peer_names_and_addresses(&self.load_balancers)
+        let have_peers_changed = peer_names_and_addresses(&self.fleet_load_balancers)
             != peer_names_and_addresses(&next_configuration.load_balancers);
         !change.removed_service_indexes.is_empty()
             || have_peers_changed
@@ -266,14 +279,17 @@ impl Forwarder {
         let mut changed_services = Vec::new();
         for new_service in new_services {
             let Some((service, _)) = self.services_by_index.get_mut(&new_service.index) else { continue };
-            have_servers_moved |=
-                !new_service.servers.iter().map(server_identity).eq(service.servers.iter().map(server_identity));
+            have_servers_moved |= !new_service
+                .servers
+                .iter()
+                .map(server_id_address_and_vlan)
+                .eq(service.servers.iter().map(server_id_address_and_vlan));
             has_health_checks |= new_service.health_check.is_some();
             changed_services.push(new_service.index);
             *service = new_service;
         }
         if have_servers_moved {
-            self.use_server_vlans()?;
+            self.enable_server_vlans()?;
             self.resolve_mac_addresses()?;
             self.index_servers_by_neighbour();
         }
@@ -288,7 +304,7 @@ impl Forwarder {
 
     /// Applies a configuration that an earlier daemon saved. The controller's next configuration must then be complete.
     pub fn restore_saved_configuration(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
-        self.configure(0, configuration)?;
+        self.apply_configuration(0, configuration)?;
         (
             self.configuration.confirmed_generation,
             self.configuration.configuration_number,
@@ -299,7 +315,7 @@ impl Forwarder {
 
     /// Returns a warning if the controller's first configuration is overdue and no configuration was saved.
     pub(super) fn missing_configuration_warning(&self) -> Option<&'static str> {
-        if self.configuration.fleet_keys.is_some() || self.configuration.absence_log_at.is_some() {
+        if self.configuration.fleet_keys.is_some() || self.configuration.absence_log_due_at.is_some() {
             return None;
         }
         Some(if self.load_balancer.is_state_taken_over() || self.load_balancer.is_upgrade_pending() {
@@ -310,10 +326,10 @@ impl Forwarder {
     }
 
     pub(super) fn log_missing_configuration(&mut self) {
-        if self.configuration.absence_log_at.is_none_or(|log_at| monotonic_time() < log_at) {
+        if self.configuration.absence_log_due_at.is_none_or(|log_at| monotonic_time() < log_at) {
             return;
         }
-        self.configuration.absence_log_at = None;
+        self.configuration.absence_log_due_at = None;
         if let Some(problem) = self.missing_configuration_warning() {
             tracing::warn!(event = "no-configuration", "{problem}");
         }
@@ -327,9 +343,9 @@ impl Forwarder {
     fn current_configuration(&self) -> Option<FleetConfiguration> {
         Some(FleetConfiguration {
             generation: self.configuration.applied_generation,
-            keys: self.configuration.fleet_keys?,
+            cookie_keys: self.configuration.fleet_keys?,
             services: self.services_by_index.values().map(|(service, _)| service.clone()).collect(),
-            load_balancers: self.load_balancers.clone(),
+            load_balancers: self.fleet_load_balancers.clone(),
             report_interval: self.traffic_report_interval,
             table_lifetime: self.load_based_table_lifetime,
         })
@@ -338,7 +354,7 @@ impl Forwarder {
     fn update_telemetry_level(&mut self) -> anyhow::Result<()> {
         let needed_telemetry_level =
             self.services_by_index.values().map(|(service, _)| service.telemetry_level).max().unwrap_or_default();
-        self.load_balancer.set_traffic_counting(needed_telemetry_level == TelemetryLevel::All)
+        self.load_balancer.set_server_traffic_counting(needed_telemetry_level == TelemetryLevel::All)
     }
 
     /// Starts to resolve MAC addresses of servers and load balancers. Fails if the process may not open packet sockets.
@@ -348,7 +364,7 @@ impl Forwarder {
             service.servers.iter().filter_map(|server| self.neighbour_for_server(service, server)).collect::<Vec<_>>()
         };
         let server_neighbours = self.services_by_index.values().flat_map(neighbours_of_service);
-        let other_peers = self.load_balancers.iter().filter(|peer| peer.name != self.own_name);
+        let other_peers = self.fleet_load_balancers.iter().filter(|peer| peer.name != self.own_name);
         let peer_neighbours = other_peers.filter_map(|peer| self.peer_neighbour(peer));
         let required_neighbours: BTreeSet<Neighbour> = server_neighbours.chain(peer_neighbours).collect();
         self.mac_addresses.retain(|neighbour, _| required_neighbours.contains(neighbour));
@@ -396,7 +412,7 @@ impl Forwarder {
             self.load_balancer.set_server_vlan(server.id, self.vlan_for_server(service, server));
             let new_server = lb::Server { mac, is_eligible: self.may_get_new_connections(service_index, server) };
             // After a switch to LB-side stamping, even an unchanged server's address must be set.
-            if previous_server != Some(new_server) || service.mode.timestamps == TimestampOrigin::LoadBalancer {
+            if previous_server != Some(new_server) || service.settings.timestamps == CookieStamper::LoadBalancer {
                 self.load_balancer.set_server(*lb_service_index, server.id, new_server);
             }
         }
@@ -405,15 +421,17 @@ impl Forwarder {
 
     /// Applies the numbers and addresses of all load balancers with a connection table to the data plane. A load
     /// balancer whose MAC address is unknown keeps the address from an earlier process.
-    fn set_connection_owners(&mut self) {
+    fn set_connection_table_owners(&mut self) {
         let own_owner_number =
-            self.load_balancers.iter().find(|peer| peer.name == self.own_name).and_then(|peer| peer.owner_number);
+            self.fleet_load_balancers.iter().find(|peer| peer.name == self.own_name).and_then(|peer| peer.owner_number);
         if self.load_balancer.owner_number() != own_owner_number {
             self.load_balancer.set_owner_number(own_owner_number);
         }
         for owner in TableOwnerNumber::all() {
-            let peer =
-                self.load_balancers.iter().find(|peer| peer.owner_number == Some(owner) && peer.name != self.own_name);
+            let peer = self
+                .fleet_load_balancers
+                .iter()
+                .find(|peer| peer.owner_number == Some(owner) && peer.name != self.own_name);
             match peer {
                 None => self.load_balancer.remove_owner(owner),
                 Some(peer) if !peer.is_alive => self.load_balancer.set_owner_mac(owner, None),

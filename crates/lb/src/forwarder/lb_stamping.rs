@@ -2,7 +2,7 @@
 
 use coreward_dataplane::lb::{self, StampedPacketCounts};
 use coreward_model::ServerId;
-use coreward_model::consistency::TimestampOrigin;
+use coreward_model::consistency::CookieStamper;
 use coreward_wire::{Service, v1};
 
 use super::Forwarder;
@@ -32,7 +32,7 @@ impl Forwarder {
                 state: clock.state().name().to_owned(),
                 syn_acks: clock.syn_ack_count,
                 with_timestamps: clock.timestamped_syn_ack_count,
-                disagreed: clock.disagreeing_reply_count,
+                disagreed: clock.disagreeing_syn_ack_count,
                 problem: clock.stamping_problem().unwrap_or_default(),
             })
         };
@@ -40,7 +40,9 @@ impl Forwarder {
     }
 
     fn lb_stamped_services(&self) -> impl Iterator<Item = &(Service, lb::ServiceIndex)> {
-        self.services_by_index.values().filter(|(service, _)| service.mode.timestamps == TimestampOrigin::LoadBalancer)
+        self.services_by_index
+            .values()
+            .filter(|(service, _)| service.settings.timestamps == CookieStamper::LoadBalancer)
     }
 
     pub(super) fn stamped_packet_counts(&self) -> Vec<v1::StampedPackets> {

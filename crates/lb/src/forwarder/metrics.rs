@@ -53,7 +53,7 @@ metrics! {
 }
 
 impl Forwarder {
-    pub fn record_install_latency(&mut self, latency: Duration) {
+    pub fn record_table_install_latency(&mut self, latency: Duration) {
         self.table_install_latency.observe_latency(latency);
     }
 
@@ -79,7 +79,7 @@ impl Forwarder {
                 .iter()
                 .filter(|(index, _)| *index == service.index)
                 .map(|(_, server_health)| server_health);
-            component::add_health_checks(&mut snapshot, &service.name, health_of_service);
+            component::add_health_check_metrics(&mut snapshot, &service.name, health_of_service);
         }
         for (service, lb_service_index) in self.services_by_index.values() {
             self.add_service_metrics(&mut snapshot, service, *lb_service_index);
@@ -94,7 +94,7 @@ impl Forwarder {
         lb_service_index: lb::ServiceIndex,
     ) {
         let service_name = service.name.as_str();
-        let is_failing = self.symptoms.failing_services.contains(&service.index);
+        let is_failing = self.symptoms.services_with_failing_handshakes.contains(&service.index);
         snapshot.add_value(&LB_SERVICE_HANDSHAKES_FAIL, [service_name], f64::from(u8::from(is_failing)));
         if let Some(generation) = self.load_balancer.placement_table_generation(lb_service_index) {
             snapshot.add_value(&TABLE_GENERATION, [service_name], generation as f64);

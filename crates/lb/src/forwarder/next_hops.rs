@@ -16,16 +16,16 @@ const IPV6_MIN_MTU: usize = 1280;
 
 /// Next hops of encapsulated packets, as the kernel routes them.
 pub(super) struct ServerNextHops {
-    pub kernel_routes: RouteSockets,
+    pub route_sockets: RouteSockets,
     /// Next hop to each server whose packets are encapsulated. Servers without a route have no entry.
-    by_server: HashMap<Neighbour, IpAddr>,
+    addresses_by_server: HashMap<Neighbour, IpAddr>,
     /// Warnings that name servers to which the kernel has no route.
     route_warnings: BTreeSet<String>,
 }
 
 impl ServerNextHops {
-    pub fn new(kernel_routes: RouteSockets) -> Self {
-        Self { kernel_routes, by_server: HashMap::new(), route_warnings: BTreeSet::new() }
+    pub fn new(route_sockets: RouteSockets) -> Self {
+        Self { route_sockets, addresses_by_server: HashMap::new(), route_warnings: BTreeSet::new() }
     }
 }
 
@@ -34,17 +34,17 @@ impl Forwarder {
     /// to the server.
     pub(super) fn neighbour_for_server(&self, service: &Service, server: &Server) -> Option<Neighbour> {
         let server_neighbour = Neighbour { vlan: self.vlan_for_server(service, server), address: server.address };
-        if !service.mode.forwarding.encapsulates() {
+        if !service.settings.forwarding.encapsulates() {
             return Some(server_neighbour);
         }
-        Some(Neighbour { address: *self.next_hops.by_server.get(&server_neighbour)?, ..server_neighbour })
+        Some(Neighbour { address: *self.next_hops.addresses_by_server.get(&server_neighbour)?, ..server_neighbour })
     }
 
     fn encapsulating_services(&self) -> impl Iterator<Item = &Service> {
         self.services_by_index
             .values()
             .map(|(service, _)| service)
-            .filter(|service| service.mode.forwarding.encapsulates())
+            .filter(|service| service.settings.forwarding.encapsulates())
     }
 
     /// Reads the kernel's next hop to each server whose packets are encapsulated.
@@ -64,15 +64,15 @@ impl Forwarder {
         let to_interface_index = |device: &String| nix::net::if_::if_nametoindex(device.as_str()).ok();
         let interface_indexes: HashMap<Vlan, u32> =
             devices_by_vlan.iter().filter_map(|(vlan, device)| Some((*vlan, to_interface_index(device)?))).collect();
-        (self.next_hops.by_server, self.next_hops.route_warnings) = (HashMap::new(), BTreeSet::new());
+        (self.next_hops.addresses_by_server, self.next_hops.route_warnings) = (HashMap::new(), BTreeSet::new());
         for (server, name) in service_names_by_server {
             let Some(interface_index) = interface_indexes.get(&server.vlan) else {
                 // Without a device, the kernel has no routes for the VLAN, so the server itself must be in it.
-                self.next_hops.by_server.insert(server, server.address);
+                self.next_hops.addresses_by_server.insert(server, server.address);
                 continue;
             };
-            match self.next_hops.kernel_routes.find_next_hop(*interface_index, server.address) {
-                Ok(next_hop) => drop(self.next_hops.by_server.insert(server, next_hop)),
+            match self.next_hops.route_sockets.find_next_hop(*interface_index, server.address) {
+                Ok(next_hop) => drop(self.next_hops.addresses_by_server.insert(server, next_hop)),
                 Err(error) => {
                     let server_address = server.address;
                     self.next_hops.route_warnings.insert(format!("server {name:?} at {server_address} has {error}"));
@@ -86,7 +86,7 @@ impl Forwarder {
         if self.encapsulating_services().next().is_none() {
             return;
         }
-        let previous_next_hops = std::mem::take(&mut self.next_hops.by_server);
+        let previous_next_hops = std::mem::take(&mut self.next_hops.addresses_by_server);
         if let Err(error) = self.resolve_mac_addresses() {
             tracing::error!(
                 event = "neighbours-not-set",
@@ -94,12 +94,12 @@ impl Forwarder {
                 "the load balancer cannot resolve the MAC addresses of the servers' new next hops"
             );
         }
-        if self.next_hops.by_server == previous_next_hops {
+        if self.next_hops.addresses_by_server == previous_next_hops {
             return;
         }
         let servers = self
             .next_hops
-            .by_server
+            .addresses_by_server
             .iter()
             .filter(|(server, next_hop)| previous_next_hops.get(*server) != Some(*next_hop))
             .count();
@@ -152,7 +152,7 @@ impl Forwarder {
             service
                 .servers
                 .iter()
-                .map(|server| IPV6_MIN_MTU + service.mode.forwarding.encapsulation_overhead_bytes(server.address))
+                .map(|server| IPV6_MIN_MTU + service.settings.forwarding.encapsulation_overhead_bytes(server.address))
         });
         let required_mtu = packet_lengths.max()?;
         let mtu = device::interface_mtu_bytes(&self.interface_name).ok()? as usize;

@@ -45,14 +45,14 @@ impl RejectedUpdates {
         self.0.remove(&subject);
     }
 
-    pub fn remove_service(&mut self, service_index: u32) {
+    pub fn clear_service_rejections(&mut self, service_index: u32) {
         self.0.remove(&RejectedUpdateSubject::ServiceWithIndex(service_index));
         self.0.remove(&RejectedUpdateSubject::TableOfService(service_index));
     }
 
     /// Removes the records of rejected updates before a complete configuration is applied. Keeps those of rejected
     /// tables if `is_service` returns true for the table's service.
-    pub fn retain_tables(&mut self, is_service: impl Fn(u32) -> bool) {
+    pub fn retain_table_rejections(&mut self, is_service: impl Fn(u32) -> bool) {
         self.0
             .retain(|subject, _| matches!(subject, RejectedUpdateSubject::TableOfService(index) if is_service(*index)));
     }
@@ -100,14 +100,14 @@ mod tests {
             rejections.rejected_updates(),
             [new_rejected_update("dns", 3, false), new_rejected_update("web", 9, true)]
         );
-        rejections.retain_tables(|index| index == 1);
+        rejections.retain_table_rejections(|index| index == 1);
         assert_eq!(rejections.rejected_updates(), [new_rejected_update("web", 9, true)]);
-        rejections.retain_tables(|_| false);
+        rejections.retain_table_rejections(|_| false);
         assert_eq!(rejections.rejected_updates(), []);
         rejections.record_rejection(RejectedUpdateSubject::ServiceWithIndex(2), new_rejected_update("dns", 3, false));
         rejections.record_rejection(RejectedUpdateSubject::TableOfService(2), new_rejected_update("dns", 3, true));
         assert!(rejections.is_service_rejected(2) && !rejections.is_service_rejected(1));
-        rejections.remove_service(2);
+        rejections.clear_service_rejections(2);
         assert_eq!(rejections.rejected_updates(), []);
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::{ethtool, lb, veth};
 use coreward_model::recent::{COUNTER_GROWTH_WINDOW, RecentCounterSamples, most_handshakes_fail};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_wire::ServiceIndex;
 
 use super::Forwarder;
@@ -18,7 +18,7 @@ pub(super) struct PacketLossSymptoms {
     /// Number of frames that the driver has dropped since the device was created, although the program had sent them.
     pub send_drops_total: u64,
     recent_handshake_counters: BTreeMap<ServiceIndex, RecentCounterSamples<2>>,
-    pub failing_services: BTreeSet<ServiceIndex>,
+    pub services_with_failing_handshakes: BTreeSet<ServiceIndex>,
     descriptions_by_symptom: BTreeMap<String, String>,
 }
 
@@ -84,10 +84,10 @@ impl Forwarder {
 
     fn failing_handshake_symptoms(&mut self, now: Duration) -> Vec<(String, String)> {
         self.symptoms.recent_handshake_counters.retain(|index, _| self.services_by_index.contains_key(index));
-        self.symptoms.failing_services.clear();
+        self.symptoms.services_with_failing_handshakes.clear();
         let mut symptoms = Vec::new();
         for (index, (service, lb_service_index)) in &self.services_by_index {
-            if service.address.protocol != Protocol::Tcp {
+            if service.address.protocol != TransportProtocol::Tcp {
                 continue;
             }
             let counters = self.load_balancer.service_counters(*lb_service_index);
@@ -99,7 +99,7 @@ impl Forwarder {
                 .or_default()
                 .record_and_get_growth(now, syn_and_established_counts);
             if most_handshakes_fail(syn_count, other_packet_count) {
-                self.symptoms.failing_services.insert(*index);
+                self.symptoms.services_with_failing_handshakes.insert(*index);
                 let symptom_name = format!("service {}: most new connections do not become established", service.name);
                 let description = format!(
                     "{symptom_name}: {syn_count} SYNs and {other_packet_count} other packets in {} s",

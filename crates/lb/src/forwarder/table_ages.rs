@@ -11,15 +11,15 @@ use coreward_model::ServerId;
 use coreward_model::consistency::ConsistencyMode;
 use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{BucketCount, PlacementTable};
-use coreward_model::policy::{self, LeastPolicy, Policy as _, PoolServer, ServerPool};
+use coreward_model::policy::{self, LeastPolicy, PlacementPolicy as _, PoolServer, ServerPool};
 use coreward_wire::{Server, Service, ServiceIndex};
 
-use super::{Forwarder, PROGRAM_LOAD_TIMEOUT};
+use super::{Forwarder, XDP_PROGRAM_LOAD_TIMEOUT};
 
 /// Interval at which new candidate servers are chosen for services whose placement tables have expired.
-const CANDIDATE_CHOICE_INTERVAL: Duration = Duration::from_secs(1);
+const EXPIRED_TABLE_RENEWAL_INTERVAL: Duration = Duration::from_secs(1);
 /// Generation of tables that this load balancer makes itself. Those that controllers make are numbered from 1.
-const OWN_TABLE_GENERATION: u64 = 0;
+const LB_MADE_TABLE_GENERATION: u64 = 0;
 
 /// Ages of the services' current tables. All times are readings of one monotonic clock.
 #[derive(Debug)]
@@ -27,9 +27,9 @@ pub struct PlacementTableAges {
     /// Start of this process, from which the age of an earlier process's tables is measured.
     process_started_at: Duration,
     /// Time at which the stream that brought a service's newest table ended, or `None` while the stream is open.
-    stream_end_by_service: BTreeMap<ServiceIndex, Option<Duration>>,
+    stream_ended_at_by_service: BTreeMap<ServiceIndex, Option<Duration>>,
     /// Number of connections that each service with an expired table had opened when its candidates were last chosen.
-    opened_count_by_expired_service: BTreeMap<ServiceIndex, u64>,
+    opened_counts_of_expired_tables: BTreeMap<ServiceIndex, u64>,
     last_candidate_choice_at: Duration,
     candidate_choice_count: u64,
 }
@@ -38,8 +38,8 @@ impl PlacementTableAges {
     pub fn new(process_started_at: Duration) -> Self {
         Self {
             process_started_at,
-            stream_end_by_service: BTreeMap::new(),
-            opened_count_by_expired_service: BTreeMap::new(),
+            stream_ended_at_by_service: BTreeMap::new(),
+            opened_counts_of_expired_tables: BTreeMap::new(),
             last_candidate_choice_at: process_started_at,
             candidate_choice_count: 0,
         }
@@ -47,26 +47,27 @@ impl PlacementTableAges {
 
     /// Records that a controller sent a table, and returns whether the replaced table had expired.
     pub fn record_new_table(&mut self, service: ServiceIndex) -> bool {
-        self.stream_end_by_service.insert(service, None);
-        self.opened_count_by_expired_service.remove(&service).is_some()
+        self.stream_ended_at_by_service.insert(service, None);
+        self.opened_counts_of_expired_tables.remove(&service).is_some()
     }
 
     pub fn record_stream_end(&mut self, now: Duration) {
-        self.stream_end_by_service.values_mut().for_each(|stream_end| *stream_end = stream_end.or(Some(now)));
+        self.stream_ended_at_by_service.values_mut().for_each(|stream_end| *stream_end = stream_end.or(Some(now)));
     }
 
     pub fn retain_services(&mut self, is_service: impl Fn(ServiceIndex) -> bool) {
-        self.stream_end_by_service.retain(|service, _| is_service(*service));
-        self.opened_count_by_expired_service.retain(|service, _| is_service(*service));
+        self.stream_ended_at_by_service.retain(|service, _| is_service(*service));
+        self.opened_counts_of_expired_tables.retain(|service, _| is_service(*service));
     }
 
     fn exceeds_table_lifetime(&self, service: ServiceIndex, table_lifetime: Duration, now: Duration) -> bool {
-        let aging_since = self.stream_end_by_service.get(&service).copied().unwrap_or(Some(self.process_started_at));
+        let aging_since =
+            self.stream_ended_at_by_service.get(&service).copied().unwrap_or(Some(self.process_started_at));
         aging_since.is_some_and(|started_at| now.saturating_sub(started_at) >= table_lifetime)
     }
 
     pub fn services_with_expired_tables(&self) -> impl ExactSizeIterator<Item = ServiceIndex> + '_ {
-        self.opened_count_by_expired_service.keys().copied()
+        self.opened_counts_of_expired_tables.keys().copied()
     }
 }
 
@@ -78,7 +79,7 @@ impl Forwarder {
     /// Chooses new candidates for services whose tables have expired, once a second.
     pub(super) fn replace_expired_candidates(&mut self) {
         let now = monotonic_time();
-        if now.saturating_sub(self.table_ages.last_candidate_choice_at) < CANDIDATE_CHOICE_INTERVAL {
+        if now.saturating_sub(self.table_ages.last_candidate_choice_at) < EXPIRED_TABLE_RENEWAL_INTERVAL {
             return;
         }
         self.table_ages.last_candidate_choice_at = now;
@@ -86,7 +87,7 @@ impl Forwarder {
             let may_choose = match self.load_balancer.placement_table_generation(*index) {
                 None => may_choose_candidates(service),
                 Some(generation) => {
-                    generation == OWN_TABLE_GENERATION || policy::policy_reads_loads(&service.policy_name)
+                    generation == LB_MADE_TABLE_GENERATION || policy::policy_reads_loads(&service.policy_name)
                 }
             };
             may_choose && self.table_ages.exceeds_table_lifetime(service.index, self.load_based_table_lifetime, now)
@@ -111,7 +112,7 @@ impl Forwarder {
         service_index: ServiceIndex,
         traffic_by_server: &HashMap<ServerId, ServerTraffic>,
     ) {
-        let newly_opened_count = self.take_newly_opened_count(service_index);
+        let newly_opened_count = self.take_newly_opened_connection_count(service_index);
         self.table_ages.candidate_choice_count += 1;
         let mut least_policy = LeastPolicy::new(self.table_ages.candidate_choice_count);
         let install_result = self.install_own_table(service_index, &mut least_policy, traffic_by_server);
@@ -126,7 +127,7 @@ impl Forwarder {
                 traffic_by_server,
             );
             least_policy.build_candidate_table(
-                &eligible_servers.with_opened_connections(newly_opened_count),
+                &eligible_servers.with_opened_connection_count(newly_opened_count),
                 table.bucket_count,
             )
         };
@@ -145,10 +146,10 @@ impl Forwarder {
 
     /// Returns the number of connections opened since candidates were last chosen for the service. Logs the expiry of
     /// its table if this is the first choice, for which the number is 0.
-    fn take_newly_opened_count(&mut self, service_index: ServiceIndex) -> u64 {
+    fn take_newly_opened_connection_count(&mut self, service_index: ServiceIndex) -> u64 {
         let (service, lb_service_index) = &self.services_by_index[&service_index];
         let opened_count = self.load_balancer.opened_connection_count(*lb_service_index);
-        let previous_opened_count = self.table_ages.opened_count_by_expired_service.insert(service_index, opened_count);
+        let previous_opened_count = self.table_ages.opened_counts_of_expired_tables.insert(service_index, opened_count);
         if previous_opened_count.is_none() {
             log_expired_table(service, self.load_based_table_lifetime);
         }
@@ -167,8 +168,9 @@ impl Forwarder {
             return Ok(());
         }
         let eligible_servers = build_eligible_pool(service, |server| server.is_eligible, traffic_by_server);
-        let own_table = least_policy.compute_table(&eligible_servers, BucketCount::PAPER_VALUE, OWN_TABLE_GENERATION);
-        coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+        let own_table =
+            least_policy.compute_table(&eligible_servers, BucketCount::PAPER_VALUE, LB_MADE_TABLE_GENERATION);
+        coreward_daemon::run_with_raised_watchdog_limit(XDP_PROGRAM_LOAD_TIMEOUT, || {
             self.load_balancer.install_table(*lb_service_index, &own_table)
         })
     }
@@ -198,7 +200,7 @@ fn log_expired_table(service: &Service, lifetime: Duration) {
 /// all load balancers must choose alike, because connections would otherwise change their server.
 fn may_choose_candidates(service: &Service) -> bool {
     matches!(
-        service.mode.consistency,
+        service.settings.consistency,
         ConsistencyMode::Stateless | ConsistencyMode::Stateful | ConsistencyMode::HashTable
     ) && service.servers.iter().any(|server| server.is_eligible)
 }
@@ -265,7 +267,7 @@ mod tests {
     #[test]
     fn new_table_ends_the_expiry_of_the_previous_table() {
         let mut table_ages = PlacementTableAges::new(Duration::ZERO);
-        table_ages.opened_count_by_expired_service.extend([(service_index(1), 0), (service_index(2), 0)]);
+        table_ages.opened_counts_of_expired_tables.extend([(service_index(1), 0), (service_index(2), 0)]);
         assert!(table_ages.record_new_table(service_index(1)) && !table_ages.record_new_table(service_index(1)));
         table_ages.retain_services(|index| index != service_index(2));
         assert_eq!(table_ages.services_with_expired_tables().len(), 0);

@@ -14,7 +14,7 @@ impl Forwarder {
     /// Returns the VLAN of frames of `service` to `server`. During a migration, `server` may be another load balancer,
     /// which is in the VIPs' VLAN.
     pub(super) fn vlan_for_server(&self, service: &Service, server: &Server) -> Vlan {
-        let other_balancer = service.mode.migration.map(ServiceMigration::other_balancer_id);
+        let other_balancer = service.settings.migration.map(ServiceMigration::other_balancer_id);
         if other_balancer == Some(server.id) { self.vip_vlan } else { server.vlan }
     }
 
@@ -37,7 +37,7 @@ impl Forwarder {
     }
 
     /// Loads the program variant that the servers' VLANs require. Fails when the kernel rejects the program.
-    pub(super) fn use_server_vlans(&mut self) -> anyhow::Result<()> {
+    pub(super) fn enable_server_vlans(&mut self) -> anyhow::Result<()> {
         let vlans = self.all_server_vlans();
         self.load_balancer.enable_server_vlans(vlans)
     }
@@ -49,7 +49,7 @@ impl Forwarder {
     }
 
     /// Returns the name of the network device that receives the packets of each VLAN.
-    pub(super) fn device_of_each_vlan(&self) -> BTreeMap<Vlan, String> {
+    pub(super) fn device_names_by_vlan(&self) -> BTreeMap<Vlan, String> {
         vlan_device::vlan_device_names(&self.interface_name, self.all_server_vlans().into_iter().chain([self.vip_vlan]))
     }
 
@@ -68,7 +68,7 @@ impl Forwarder {
 
     fn vlan_device_problems(&self) -> BTreeSet<String> {
         let interface_name = &self.interface_name;
-        let devices_by_vlan = self.device_of_each_vlan();
+        let devices_by_vlan = self.device_names_by_vlan();
         let mac_problem_of = |device: &String| vlan_device::mac_mismatch_message(interface_name, device);
         let mut vlan_problems: BTreeSet<String> = devices_by_vlan.values().filter_map(mac_problem_of).collect();
         if !devices_by_vlan.contains_key(&self.vip_vlan) {

@@ -12,13 +12,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use coreward_intf as intf;
 use zerocopy::IntoBytes as _;
 
-use super::{ClockTicks, Connection, ConnectionHash, ConnectionIndex, ConnectionTableSize, TableEntryIdentity};
+use super::{
+    ConnectionEntry, ConnectionHash, ConnectionIndex, ConnectionTableSize, DecisecondTicks, TableEntryIdentity,
+};
 use crate::ServerId;
-use crate::tuple::{address_from_words, address_words};
+use crate::tuple::{address_from_words, address_to_words};
 
 /// A 64-bit word of the connection table that packets and user space share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TableWord {
+pub enum ConnectionTableWord {
     /// Word `connection_stack.top` of the partition with this number.
     PartitionStackTop(u32),
     /// Word `connection_stack.hand` of the partition with this number.
@@ -30,13 +32,13 @@ pub enum TableWord {
 /// Memory that holds the words of a connection table, with atomic operations.
 pub trait AtomicWordStorage {
     /// Loads a word with acquire order, so that earlier writes of the thread that stored the word become visible.
-    fn load(&self, table_word: TableWord) -> u64;
+    fn load(&self, table_word: ConnectionTableWord) -> u64;
     /// Stores a word atomically with relaxed order, so that the store makes no other write visible.
-    fn store(&self, table_word: TableWord, value: u64);
+    fn store(&self, table_word: ConnectionTableWord, value: u64);
     /// Replaces the word's value by `new` if it is `old` (acquire and release order). Returns whether it was `old`.
-    fn compare_exchange(&self, table_word: TableWord, old: u64, new: u64) -> bool;
+    fn compare_exchange(&self, table_word: ConnectionTableWord, old: u64, new: u64) -> bool;
     /// Stores a word atomically with release order, after all earlier stores. It publishes an entry's identity.
-    fn publish(&self, table_word: TableWord, value: u64);
+    fn store_release(&self, table_word: ConnectionTableWord, value: u64);
 }
 
 const IDENTITY_OFFSET: usize = offset_of!(intf::connection, identity);
@@ -51,12 +53,12 @@ const PORT_FLAGS_NEXT_OFFSET: usize = offset_of!(intf::connection, client_port);
 const GENERATION_OFFSET: usize = offset_of!(intf::connection, generation);
 
 const LOW_HALF_MASK: u64 = 0xffff_ffff;
-const FLAGS_SHIFT: u32 = 16;
-const NEXT_FREE_SHIFT: u32 = 32;
+const ENTRY_FLAGS_SHIFT: u32 = 16;
+const ENTRY_NEXT_FREE_SHIFT: u32 = 32;
 
 /// Reason for which a new connection gets no entry in the connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TakeSlotError {
+pub enum ConnectionSlotError {
     /// The partition has no free slot.
     PartitionFull,
     /// Other operations took or freed slots during each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
@@ -108,16 +110,16 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         &self,
         new_connection: &NewConnection,
         server: ServerId,
-        now: ClockTicks,
-    ) -> Result<ConnectionIndex, TakeSlotError> {
+        now: DecisecondTicks,
+    ) -> Result<ConnectionIndex, ConnectionSlotError> {
         let partition = new_connection.hash.partition(self.size);
-        let stack_top = TableWord::PartitionStackTop(partition);
+        let stack_top = ConnectionTableWord::PartitionStackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
             // BPF has no acquiring load, but the address of `next_free_slot_plus_one` depends on the first load, which
             // orders both.
             let stack_top_value = self.memory.load(stack_top);
             let Some(slot) = (stack_top_value & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
-                return Err(TakeSlotError::PartitionFull);
+                return Err(ConnectionSlotError::PartitionFull);
             };
             let index = ConnectionIndex::new(partition, slot as u32);
             // If another operation takes the entry meanwhile, `next_free_slot_plus_one` may have any value, but the
@@ -132,7 +134,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
                 return Ok(index);
             }
         }
-        Err(TakeSlotError::Contended)
+        Err(ConnectionSlotError::Contended)
     }
 
     /// Takes the slot of an expired entry for a new connection if none is free, as `reuse_connection()` of
@@ -141,11 +143,11 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         &self,
         new_connection: &NewConnection,
         server: ServerId,
-        now: ClockTicks,
-        is_expired: impl Fn(&Connection) -> bool,
-    ) -> Option<(ConnectionIndex, Connection)> {
+        now: DecisecondTicks,
+        is_expired: impl Fn(&ConnectionEntry) -> bool,
+    ) -> Option<(ConnectionIndex, ConnectionEntry)> {
         let partition = new_connection.hash.partition(self.size);
-        let clock_hand = TableWord::PartitionClockHand(partition);
+        let clock_hand = ConnectionTableWord::PartitionClockHand(partition);
         (0..intf::CONNECTION_HAND_PROBES).find_map(|_| {
             let slot = self.memory.load(clock_hand);
             self.memory.store(clock_hand, slot.wrapping_add(1));
@@ -160,14 +162,20 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     }
 
     /// Writes an entry that no other thread accesses. The identity is written last, because it publishes the entry.
-    fn fill_entry(&self, index: ConnectionIndex, new_connection: &NewConnection, server: ServerId, now: ClockTicks) {
-        let entry_word = |field_offset| TableWord::EntryWordAtOffset(index, field_offset);
+    fn fill_entry(
+        &self,
+        index: ConnectionIndex,
+        new_connection: &NewConnection,
+        server: ServerId,
+        now: DecisecondTicks,
+    ) {
+        let entry_word = |field_offset| ConnectionTableWord::EntryWordAtOffset(index, field_offset);
         let generation =
             (self.memory.load(entry_word(GENERATION_OFFSET)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
         self.memory.store(entry_word(PACKETS_OFFSET), 1);
         self.memory.store(entry_word(BYTES_OFFSET), new_connection.frame_bytes);
         self.memory.store(entry_word(TIMES_OFFSET), u64::from(now.0) << 32 | u64::from(now.0));
-        let client_words = address_words(new_connection.client.ip());
+        let client_words = address_to_words(new_connection.client.ip());
         for (word_index, word_bytes) in client_words.as_bytes().chunks_exact(size_of::<u64>()).enumerate() {
             let client_word = u64::from_ne_bytes(word_bytes.try_into().expect("two of four bytes each"));
             self.memory.store(entry_word(CLIENT_ADDRESS_OFFSET + word_index * size_of::<u64>()), client_word);
@@ -179,7 +187,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
             service_slot: new_connection.service_slot,
             server,
         };
-        self.memory.publish(entry_word(IDENTITY_OFFSET), identity.to_word());
+        self.memory.store_release(entry_word(IDENTITY_OFFSET), identity.to_word());
     }
 
     /// Returns the entry and the server of the connection whose cookie has slot `slot`, as `find_connection()` in BPF
@@ -191,8 +199,9 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         service_slot: u16,
     ) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
-        let identity =
-            TableEntryIdentity::from_word(self.memory.load(TableWord::EntryWordAtOffset(index, IDENTITY_OFFSET)))?;
+        let identity = TableEntryIdentity::from_word(
+            self.memory.load(ConnectionTableWord::EntryWordAtOffset(index, IDENTITY_OFFSET)),
+        )?;
         (identity.tag == hash.entry_tag() && identity.service_slot == service_slot).then_some((index, identity.server))
     }
 
@@ -203,14 +212,14 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         index: ConnectionIndex,
         frame_bytes: u64,
         is_closing_packet: bool,
-        now: ClockTicks,
+        now: DecisecondTicks,
     ) -> bool {
         self.add_to_entry_word(index, PACKETS_OFFSET, 1);
         self.add_to_entry_word(index, BYTES_OFFSET, frame_bytes);
         self.set_last_seen(index, now);
         let (flags_word, closing_flag) = (
-            TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
-            u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT,
+            ConnectionTableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
+            u64::from(intf::CONNECTION_CLOSING) << ENTRY_FLAGS_SHIFT,
         );
         let starts_closing = is_closing_packet && self.memory.load(flags_word) & closing_flag == 0;
         if starts_closing {
@@ -221,10 +230,10 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     /// Records another SYN of a connection, like `reopen_connection()` in BPF. Returns whether the connection was
     /// closing.
-    pub fn record_repeated_syn(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
+    pub fn record_repeated_syn(&self, index: ConnectionIndex, now: DecisecondTicks) -> bool {
         let (flags_word, closing_flag) = (
-            TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
-            u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT,
+            ConnectionTableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
+            u64::from(intf::CONNECTION_CLOSING) << ENTRY_FLAGS_SHIFT,
         );
         self.set_last_seen(index, now);
         let old_word = self.memory.load(flags_word);
@@ -242,25 +251,29 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
             self.set_next_free_slot(index, next_free_slot_plus_one);
         }
         for partition in 0..self.size.partition_count() {
-            self.memory.store(TableWord::PartitionStackTop(partition), updated_stack_top(0, 1));
+            self.memory.store(ConnectionTableWord::PartitionStackTop(partition), updated_stack_top(0, 1));
         }
     }
 
     /// Releases the entry from its connection if the entry still has identity `identity`. Of several callers, only one
-    /// succeeds. That caller must call [`push_slot`](Self::push_slot) once no packet that read the identity is in
-    /// flight.
+    /// succeeds. That caller must call [`push_free_slot`](Self::push_free_slot) once no packet that read the identity
+    /// is in flight.
     pub fn release_entry(&self, index: ConnectionIndex, identity: TableEntryIdentity) -> bool {
-        if !self.memory.compare_exchange(TableWord::EntryWordAtOffset(index, IDENTITY_OFFSET), identity.to_word(), 0) {
+        if !self.memory.compare_exchange(
+            ConnectionTableWord::EntryWordAtOffset(index, IDENTITY_OFFSET),
+            identity.to_word(),
+            0,
+        ) {
             return false;
         }
         let generation = u64::from(identity.generation) + 1;
-        self.memory.store(TableWord::EntryWordAtOffset(index, GENERATION_OFFSET), generation);
+        self.memory.store(ConnectionTableWord::EntryWordAtOffset(index, GENERATION_OFFSET), generation);
         true
     }
 
     /// Puts the slot of an entry onto the stack of its partition, after [`release_entry`](Self::release_entry).
-    pub fn push_slot(&self, index: ConnectionIndex) {
-        let stack_top = TableWord::PartitionStackTop(index.partition());
+    pub fn push_free_slot(&self, index: ConnectionIndex) {
+        let stack_top = ConnectionTableWord::PartitionStackTop(index.partition());
         loop {
             let stack_top_value = self.memory.load(stack_top);
             self.set_next_free_slot(index, (stack_top_value & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32);
@@ -276,9 +289,9 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     /// Returns the free slots of a partition, starting at the stack's top. Packets may take slots during the call, but
     /// no caller may push one.
-    pub fn free_slots(&self, partition: u32) -> Vec<ConnectionIndex> {
+    pub fn free_slot_indexes(&self, partition: u32) -> Vec<ConnectionIndex> {
         let mut slots = Vec::new();
-        let mut next_slot_plus_one = (self.memory.load(TableWord::PartitionStackTop(partition))
+        let mut next_slot_plus_one = (self.memory.load(ConnectionTableWord::PartitionStackTop(partition))
             & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32;
         // A taken slot keeps its `next_free_slot_plus_one`, so the walk ends at the original bottom of the stack.
         while let Some(slot) =
@@ -314,7 +327,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     /// Returns a copy of the connection at `index`, even if packets update it meanwhile. Returns `None` if the entry is
     /// free, or if its connection changes during the copy.
-    pub fn connection_at(&self, index: ConnectionIndex) -> Option<Connection> {
+    pub fn connection_at(&self, index: ConnectionIndex) -> Option<ConnectionEntry> {
         let identity = self.load_entry_word(index, IDENTITY_OFFSET);
         if identity == 0 {
             return None;
@@ -325,38 +338,39 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
             bytes.copy_from_slice(&entry_word.to_ne_bytes());
         }
         let is_unchanged = self.load_entry_word(index, IDENTITY_OFFSET) == identity;
-        if is_unchanged { Connection::from_entry(index, &entry) } else { None }
+        if is_unchanged { ConnectionEntry::from_entry(index, &entry) } else { None }
     }
 
     // ---- parts of words ----
 
     fn load_entry_word(&self, index: ConnectionIndex, field_offset: usize) -> u64 {
-        self.memory.load(TableWord::EntryWordAtOffset(index, field_offset))
+        self.memory.load(ConnectionTableWord::EntryWordAtOffset(index, field_offset))
     }
 
     fn next_free_slot_plus_one(&self, index: ConnectionIndex) -> u32 {
-        (self.memory.load(TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET)) >> NEXT_FREE_SHIFT) as u32
+        (self.memory.load(ConnectionTableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET))
+            >> ENTRY_NEXT_FREE_SHIFT) as u32
     }
 
     fn set_next_free_slot(&self, index: ConnectionIndex, next_free_slot_plus_one: u32) {
         self.memory.store(
-            TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
-            u64::from(next_free_slot_plus_one) << NEXT_FREE_SHIFT,
+            ConnectionTableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET),
+            u64::from(next_free_slot_plus_one) << ENTRY_NEXT_FREE_SHIFT,
         );
     }
 
     fn set_port_and_flags(&self, index: ConnectionIndex, port_and_flags: u64) {
-        let port_flags_word = TableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET);
+        let port_flags_word = ConnectionTableWord::EntryWordAtOffset(index, PORT_FLAGS_NEXT_OFFSET);
         self.memory.store(port_flags_word, self.memory.load(port_flags_word) & !LOW_HALF_MASK | port_and_flags);
     }
 
-    fn set_last_seen(&self, index: ConnectionIndex, now: ClockTicks) {
-        let times_word = TableWord::EntryWordAtOffset(index, TIMES_OFFSET);
+    fn set_last_seen(&self, index: ConnectionIndex, now: DecisecondTicks) {
+        let times_word = ConnectionTableWord::EntryWordAtOffset(index, TIMES_OFFSET);
         self.memory.store(times_word, self.memory.load(times_word) & !LOW_HALF_MASK | u64::from(now.0));
     }
 
     fn add_to_entry_word(&self, index: ConnectionIndex, field_offset: usize, value: u64) {
-        let entry_word = TableWord::EntryWordAtOffset(index, field_offset);
+        let entry_word = ConnectionTableWord::EntryWordAtOffset(index, field_offset);
         self.memory.store(entry_word, self.memory.load(entry_word).wrapping_add(value));
     }
 }
@@ -411,53 +425,53 @@ impl RecentConnections {
 #[derive(Debug)]
 pub struct HeapTableMemory {
     size: ConnectionTableSize,
-    stack_tops: Vec<AtomicU64>,
-    clock_hands: Vec<AtomicU64>,
+    stack_top_by_partition: Vec<AtomicU64>,
+    clock_hand_by_partition: Vec<AtomicU64>,
     entry_words: Vec<AtomicU64>,
 }
 
-const WORDS_PER_ENTRY: usize = size_of::<intf::connection>() / size_of::<u64>();
+const WORDS_PER_CONNECTION_ENTRY: usize = size_of::<intf::connection>() / size_of::<u64>();
 
 impl HeapTableMemory {
     /// Returns memory for a table of size `size`, with all words 0.
     pub fn new(size: ConnectionTableSize) -> Self {
         let allocate_zeroed_words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
         let partition_count = size.partition_count() as usize;
-        let entry_words = allocate_zeroed_words(size.entry_count() as usize * WORDS_PER_ENTRY);
+        let entry_words = allocate_zeroed_words(size.entry_count() as usize * WORDS_PER_CONNECTION_ENTRY);
         Self {
             size,
-            stack_tops: allocate_zeroed_words(partition_count),
-            clock_hands: allocate_zeroed_words(partition_count),
+            stack_top_by_partition: allocate_zeroed_words(partition_count),
+            clock_hand_by_partition: allocate_zeroed_words(partition_count),
             entry_words,
         }
     }
 
-    fn atomic_word(&self, table_word: TableWord) -> &AtomicU64 {
+    fn atomic_word(&self, table_word: ConnectionTableWord) -> &AtomicU64 {
         match table_word {
-            TableWord::PartitionStackTop(partition) => &self.stack_tops[partition as usize],
-            TableWord::PartitionClockHand(partition) => &self.clock_hands[partition as usize],
-            TableWord::EntryWordAtOffset(index, field_offset) => {
+            ConnectionTableWord::PartitionStackTop(partition) => &self.stack_top_by_partition[partition as usize],
+            ConnectionTableWord::PartitionClockHand(partition) => &self.clock_hand_by_partition[partition as usize],
+            ConnectionTableWord::EntryWordAtOffset(index, field_offset) => {
                 &self.entry_words
-                    [index.position(self.size) as usize * WORDS_PER_ENTRY + field_offset / size_of::<u64>()]
+                    [index.position(self.size) as usize * WORDS_PER_CONNECTION_ENTRY + field_offset / size_of::<u64>()]
             }
         }
     }
 }
 
 impl AtomicWordStorage for HeapTableMemory {
-    fn load(&self, table_word: TableWord) -> u64 {
+    fn load(&self, table_word: ConnectionTableWord) -> u64 {
         self.atomic_word(table_word).load(Ordering::Acquire)
     }
 
-    fn store(&self, table_word: TableWord, value: u64) {
+    fn store(&self, table_word: ConnectionTableWord, value: u64) {
         self.atomic_word(table_word).store(value, Ordering::Relaxed);
     }
 
-    fn compare_exchange(&self, table_word: TableWord, old: u64, new: u64) -> bool {
+    fn compare_exchange(&self, table_word: ConnectionTableWord, old: u64, new: u64) -> bool {
         self.atomic_word(table_word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    fn publish(&self, table_word: TableWord, value: u64) {
+    fn store_release(&self, table_word: ConnectionTableWord, value: u64) {
         self.atomic_word(table_word).store(value, Ordering::Release);
     }
 }
@@ -502,10 +516,10 @@ mod tests {
         let mut taken_slots = BTreeSet::new();
         let mut rejected_connection_count = 0;
         for client in 0..8000 {
-            match table.take_slot(&new_connection(client), server_of_client(client), ClockTicks(3)) {
+            match table.take_slot(&new_connection(client), server_of_client(client), DecisecondTicks(3)) {
                 Ok(index) => assert!(taken_slots.insert((index, client))),
                 Err(take_error) => {
-                    assert_eq!(take_error, TakeSlotError::PartitionFull);
+                    assert_eq!(take_error, ConnectionSlotError::PartitionFull);
                     rejected_connection_count += 1;
                 }
             }
@@ -520,16 +534,16 @@ mod tests {
             assert_eq!(table.find_connection(syn.hash, index.slot(), SERVICE_SLOT + 1), None);
             let connection = table.connection_at(*index).unwrap();
             assert_eq!((connection.client, connection.packet_count, connection.byte_count), (syn.client, 1, 74));
-            assert_eq!((connection.opened_at, connection.identity.generation), (ClockTicks(3), 0));
+            assert_eq!((connection.opened_at, connection.identity.generation), (DecisecondTicks(3), 0));
         }
         for (index, client) in &taken_slots {
             let identity = table.connection_at(*index).unwrap().identity;
             assert!(table.release_entry(*index, identity) && !table.release_entry(*index, identity));
-            table.push_slot(*index);
+            table.push_free_slot(*index);
             assert_eq!(table.find_connection(new_connection(*client).hash, index.slot(), SERVICE_SLOT), None);
         }
-        assert_eq!((0..4).map(|partition| table.free_slots(partition).len()).sum::<usize>(), 4096);
-        let retaken_index = table.take_slot(&new_connection(1), server_of_client(1), ClockTicks(4)).unwrap();
+        assert_eq!((0..4).map(|partition| table.free_slot_indexes(partition).len()).sum::<usize>(), 4096);
+        let retaken_index = table.take_slot(&new_connection(1), server_of_client(1), DecisecondTicks(4)).unwrap();
         assert_eq!(table.connection_at(retaken_index).unwrap().identity.generation, 1);
     }
 
@@ -542,24 +556,24 @@ mod tests {
             table.find_connection(syn.hash, recent_connections.find_slot(syn.hash)?, SERVICE_SLOT)
         };
         assert_eq!(find_by_syn(&recent_connections), None);
-        table.take_slot(&self::new_connection(2), server_of_client(2), ClockTicks(10)).unwrap();
-        let entry_index = table.take_slot(&syn, server_of_client(1), ClockTicks(10)).unwrap();
+        table.take_slot(&self::new_connection(2), server_of_client(2), DecisecondTicks(10)).unwrap();
+        let entry_index = table.take_slot(&syn, server_of_client(1), DecisecondTicks(10)).unwrap();
         recent_connections.record_syn_slot(syn.hash, entry_index);
-        table.record_packet(entry_index, 1500, false, ClockTicks(11));
-        table.record_packet(entry_index, 66, true, ClockTicks(12));
+        table.record_packet(entry_index, 1500, false, DecisecondTicks(11));
+        table.record_packet(entry_index, 66, true, DecisecondTicks(12));
         let connection = table.connection_at(entry_index).unwrap();
         assert_eq!((connection.packet_count, connection.byte_count), (3, 74 + 1500 + 66));
         assert_eq!(
             (connection.opened_at, connection.last_packet_at, connection.is_closing),
-            (ClockTicks(10), ClockTicks(12), true)
+            (DecisecondTicks(10), DecisecondTicks(12), true)
         );
         assert_eq!(connection.client, syn.client);
         assert_eq!(find_by_syn(&recent_connections), Some((entry_index, server_of_client(1))));
-        table.record_repeated_syn(entry_index, ClockTicks(20));
+        table.record_repeated_syn(entry_index, DecisecondTicks(20));
         let connection = table.connection_at(entry_index).unwrap();
         assert_eq!(
             (connection.packet_count, connection.last_packet_at, connection.is_closing),
-            (3, ClockTicks(20), false)
+            (3, DecisecondTicks(20), false)
         );
         assert!(table.release_entry(entry_index, connection.identity));
         assert_eq!(find_by_syn(&recent_connections), None);

@@ -125,7 +125,7 @@ mod tests {
     /// The difference between the hidden numbers of two servers depends on the connection. In another connection, the
     /// same difference leads to the second server only by chance, so probing one connection does not help.
     #[test]
-    fn hidden_number_difference_does_not_help_in_another_connection() {
+    fn hidden_number_difference_depends_on_the_connection() {
         let mut rng = seeded_rng(2, 0);
         for permutation in TESTED_PERMUTATIONS {
             let number_count = 1 << permutation.bit_count;

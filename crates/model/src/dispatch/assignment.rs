@@ -17,7 +17,7 @@ pub enum CoreAssignmentMode {
     Hybrid,
 }
 
-const ASSIGNMENT_MODE_NAMES: [(&str, CoreAssignmentMode); 3] = [
+const CORE_ASSIGNMENT_MODE_NAMES: [(&str, CoreAssignmentMode); 3] = [
     ("share", CoreAssignmentMode::CompleteShare),
     ("dedicated", CoreAssignmentMode::Dedicated),
     ("hybrid", CoreAssignmentMode::Hybrid),
@@ -26,21 +26,21 @@ const ASSIGNMENT_MODE_NAMES: [(&str, CoreAssignmentMode); 3] = [
 /// Error returned for the name of an unknown core assignment mode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("assignment {0:?}: expected share, dedicated or hybrid")]
-pub struct UnknownAssignmentMode(pub String);
+pub struct UnknownCoreAssignmentMode(pub String);
 
 impl FromStr for CoreAssignmentMode {
-    type Err = UnknownAssignmentMode;
+    type Err = UnknownCoreAssignmentMode;
 
-    fn from_str(name: &str) -> Result<Self, UnknownAssignmentMode> {
-        let matching_entry = ASSIGNMENT_MODE_NAMES.iter().find(|(known_name, _)| *known_name == name);
-        matching_entry.map(|(_, assignment)| *assignment).ok_or_else(|| UnknownAssignmentMode(name.to_owned()))
+    fn from_str(name: &str) -> Result<Self, UnknownCoreAssignmentMode> {
+        let matching_entry = CORE_ASSIGNMENT_MODE_NAMES.iter().find(|(known_name, _)| *known_name == name);
+        matching_entry.map(|(_, assignment)| *assignment).ok_or_else(|| UnknownCoreAssignmentMode(name.to_owned()))
     }
 }
 
 impl fmt::Display for CoreAssignmentMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name =
-            ASSIGNMENT_MODE_NAMES.iter().find(|(_, known_mode)| known_mode == self).map_or("", |(name, _)| *name);
+            CORE_ASSIGNMENT_MODE_NAMES.iter().find(|(_, known_mode)| known_mode == self).map_or("", |(name, _)| *name);
         f.write_str(name)
     }
 }
@@ -53,7 +53,7 @@ pub struct CoreAssignmentChange {
     /// Number of the core, counted from 0.
     pub core: u16,
     /// Whether the service runs on the core after the change.
-    pub is_running: bool,
+    pub is_assigned: bool,
 }
 
 /// Numbers of cores that the allocator always leaves to each of two services (`2` for both, or `2:0`).
@@ -90,13 +90,13 @@ pub struct CoreAllocator {
     mode: CoreAssignmentMode,
     reserved_cores: ReservedCores,
     /// For each core, whether service 0 and service 1 run on it.
-    services_by_core: Vec<[bool; 2]>,
+    is_service_assigned_by_core: Vec<[bool; 2]>,
 }
 
-const BOTH_SERVICES: [bool; 2] = [true, true];
+const BOTH_SERVICES_ASSIGNMENT_STATE: [bool; 2] = [true, true];
 
 /// Returns the state of a core on which only `service` runs.
-fn exclusive_assignment_state(service: u8) -> [bool; 2] {
+fn exclusive_core_state(service: u8) -> [bool; 2] {
     [service == 0, service == 1]
 }
 
@@ -113,17 +113,17 @@ impl CoreAllocator {
             }
         };
         let services_on_core = |core| [core < core_count.saturating_sub(second_own_count), core >= first_own_count];
-        Self { mode, reserved_cores, services_by_core: (0..core_count).map(services_on_core).collect() }
+        Self { mode, reserved_cores, is_service_assigned_by_core: (0..core_count).map(services_on_core).collect() }
     }
 
     /// Returns the number of the server's cores.
     pub fn core_count(&self) -> u16 {
-        self.services_by_core.len() as u16
+        self.is_service_assigned_by_core.len() as u16
     }
 
     /// Returns whether `service` runs on core `core`.
-    pub fn is_service_running(&self, service: u8, core: u16) -> bool {
-        self.services_by_core[usize::from(core)][usize::from(service)]
+    pub fn is_service_assigned(&self, service: u8, core: u16) -> bool {
+        self.is_service_assigned_by_core[usize::from(core)][usize::from(service)]
     }
 
     /// Applies a load hint for `service`, and returns the changes. `is_other_service_waiting` is true if requests of
@@ -146,35 +146,39 @@ impl CoreAllocator {
                     if hint == LoadHint::ScaleUp { (1 - service, service) } else { (service, 1 - service) };
                 let reserved_core_count = self.reserved_cores.0[usize::from(source_service)];
                 self.reassign_one_core(
-                    exclusive_assignment_state(source_service),
-                    exclusive_assignment_state(target_service),
+                    exclusive_core_state(source_service),
+                    exclusive_core_state(target_service),
                     reserved_core_count,
                     |core| load(0, core) + load(1, core),
                 )
             }
-            CoreAssignmentMode::Hybrid => self.adjust_own_cores(load),
+            CoreAssignmentMode::Hybrid => self.adjust_service_0_own_cores(load),
         }
     }
 
     /// Changes service 0's number of own cores by at most one, so that only bursts reach shared cores. Adds one if more
     /// shared cores serve service 0 than own cores are idle. If fewer do, makes one shared.
-    fn adjust_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<CoreAssignmentChange> {
+    fn adjust_service_0_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<CoreAssignmentChange> {
         let idle_own_core_count =
-            self.cores_in_state(exclusive_assignment_state(0)).filter(|core| load(0, *core) == 0).count();
-        let overflow_core_count = self.cores_in_state(BOTH_SERVICES).filter(|core| load(0, *core) > 0).count();
+            self.cores_in_state(exclusive_core_state(0)).filter(|core| load(0, *core) == 0).count();
+        let overflow_core_count =
+            self.cores_in_state(BOTH_SERVICES_ASSIGNMENT_STATE).filter(|core| load(0, *core) > 0).count();
         let [reserved_core_count, other_reserved_core_count] = self.reserved_cores.0;
         if overflow_core_count > idle_own_core_count {
             // Service 1 always keeps a core.
             self.reassign_one_core(
-                BOTH_SERVICES,
-                exclusive_assignment_state(0),
+                BOTH_SERVICES_ASSIGNMENT_STATE,
+                exclusive_core_state(0),
                 (other_reserved_core_count == 0).into(),
                 |core| load(1, core),
             )
         } else if idle_own_core_count > overflow_core_count {
-            self.reassign_one_core(exclusive_assignment_state(0), BOTH_SERVICES, reserved_core_count, |core| {
-                load(0, core)
-            })
+            self.reassign_one_core(
+                exclusive_core_state(0),
+                BOTH_SERVICES_ASSIGNMENT_STATE,
+                reserved_core_count,
+                |core| load(0, core),
+            )
         } else {
             Vec::new()
         }
@@ -182,7 +186,7 @@ impl CoreAllocator {
 
     fn cores_in_state(&self, services: [bool; 2]) -> impl Iterator<Item = u16> + '_ {
         (0..)
-            .zip(&self.services_by_core)
+            .zip(&self.is_service_assigned_by_core)
             .filter(move |(_, running_services)| **running_services == services)
             .map(|(core, _)| core)
     }
@@ -200,13 +204,13 @@ impl CoreAllocator {
             return Vec::new();
         }
         let Some(core) = self.cores_in_state(old_state).min_by_key(|core| load(*core)) else { return Vec::new() };
-        self.services_by_core[usize::from(core)] = new_state;
+        self.is_service_assigned_by_core[usize::from(core)] = new_state;
         let change_for_service = |service: u8| {
             let is_running = new_state[usize::from(service)];
             (is_running != old_state[usize::from(service)]).then_some(CoreAssignmentChange {
                 service,
                 core,
-                is_running,
+                is_assigned: is_running,
             })
         };
         [0, 1].into_iter().filter_map(change_for_service).collect()
@@ -223,82 +227,83 @@ mod tests {
         let core_load = |service: u8, core: u16| if service == 0 { u32::from(10 - core) } else { 0 };
         let changes = allocator.apply_load_hint(0, LoadHint::ScaleUp, false, core_load);
         let expected_changes = [
-            CoreAssignmentChange { service: 0, core: 3, is_running: true },
-            CoreAssignmentChange { service: 1, core: 3, is_running: false },
+            CoreAssignmentChange { service: 0, core: 3, is_assigned: true },
+            CoreAssignmentChange { service: 1, core: 3, is_assigned: false },
         ];
         assert_eq!(changes, expected_changes, "the least loaded of the other's");
         assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, core_load), [], "the last one is reserved");
         assert_eq!(allocator.apply_load_hint(1, LoadHint::ScaleUp, true, core_load), [], "service 0 needs what it has");
         assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleDown, false, core_load).len(), 2);
         assert!(
-            allocator.is_service_running(1, 3)
-                && allocator.is_service_running(1, 2)
-                && !allocator.is_service_running(1, 0)
+            allocator.is_service_assigned(1, 3)
+                && allocator.is_service_assigned(1, 2)
+                && !allocator.is_service_assigned(1, 0)
         );
     }
 
     fn service_0_own_core_count(allocator: &CoreAllocator) -> usize {
-        allocator.cores_in_state(exclusive_assignment_state(0)).count()
+        allocator.cores_in_state(exclusive_core_state(0)).count()
     }
 
     /// Returns a load function with one request of service 0 at each of the first `busy_core_count` cores. Service 1
     /// has `10 - core` requests at each core.
-    fn load_on_first_cores(busy_core_count: u16) -> impl Fn(u8, u16) -> u32 {
+    fn core_load_with_busy_cores(busy_core_count: u16) -> impl Fn(u8, u16) -> u32 {
         move |service, core| if service == 0 { (core < busy_core_count).into() } else { u32::from(10 - core) }
     }
 
     #[test]
-    fn hybrid_mode_adjusts_own_cores_to_the_constant_load() {
+    fn hybrid_mode_adapts_service_0_own_cores_to_constant_load() {
         let mut allocator = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 1]));
         assert!(
-            !allocator.is_service_running(1, 0)
-                && allocator.is_service_running(0, 1)
-                && allocator.is_service_running(1, 4)
-                && !allocator.is_service_running(0, 5)
+            !allocator.is_service_assigned(1, 0)
+                && allocator.is_service_assigned(0, 1)
+                && allocator.is_service_assigned(1, 4)
+                && !allocator.is_service_assigned(0, 5)
         );
-        let core_loss_of_service_1 = [CoreAssignmentChange { service: 1, core: 4, is_running: false }];
+        let core_loss_of_service_1 = [CoreAssignmentChange { service: 1, core: 4, is_assigned: false }];
         assert_eq!(
-            allocator.apply_load_hint(0, LoadHint::ScaleUp, true, load_on_first_cores(3)),
+            allocator.apply_load_hint(0, LoadHint::ScaleUp, true, core_load_with_busy_cores(3)),
             core_loss_of_service_1,
             "least load of service 1"
         );
         assert_eq!(
-            allocator.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
+            allocator.apply_load_hint(0, LoadHint::ScaleDown, true, core_load_with_busy_cores(3)),
             [CoreAssignmentChange { core: 3, ..core_loss_of_service_1[0] }]
         );
         assert_eq!(
-            allocator.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
+            allocator.apply_load_hint(0, LoadHint::ScaleDown, true, core_load_with_busy_cores(3)),
             [],
             "cores 1 and 2 serve it, 3 and 4 idle"
         );
-        let core_return_to_service_1 = [CoreAssignmentChange { service: 1, core: 3, is_running: true }];
+        let core_return_to_service_1 = [CoreAssignmentChange { service: 1, core: 3, is_assigned: true }];
         assert_eq!(
-            allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(1)),
+            allocator.apply_load_hint(0, LoadHint::ScaleDown, false, core_load_with_busy_cores(1)),
             core_return_to_service_1
         );
-        (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(0))));
+        (0..9)
+            .for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleDown, false, core_load_with_busy_cores(0))));
         assert_eq!(service_0_own_core_count(&allocator), 1, "reserved");
-        (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
+        (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, core_load_with_busy_cores(6))));
         assert_eq!(service_0_own_core_count(&allocator), 5, "service 1 has its reserved one");
     }
 
     #[test]
     fn service_without_reserved_cores_keeps_one_shared_core() {
         let mut allocator = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 0]));
-        (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
+        (0..9).for_each(|_| drop(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, core_load_with_busy_cores(6))));
         assert_eq!(service_0_own_core_count(&allocator), 5, "service 1 has a shared one");
     }
 
     #[test]
     fn complete_share_mode_changes_no_assignment() {
         let mut allocator = CoreAllocator::new(CoreAssignmentMode::CompleteShare, 2, ReservedCores([1, 1]));
-        assert!(allocator.is_service_running(0, 1) && allocator.is_service_running(1, 0));
+        assert!(allocator.is_service_assigned(0, 1) && allocator.is_service_assigned(1, 0));
         assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
     }
 
     #[test]
     fn assignment_mode_names_round_trip() {
-        for (name, _) in ASSIGNMENT_MODE_NAMES {
+        for (name, _) in CORE_ASSIGNMENT_MODE_NAMES {
             assert_eq!(name.parse::<CoreAssignmentMode>().unwrap().to_string(), name);
         }
         let error = "shared".parse::<CoreAssignmentMode>().unwrap_err().to_string();

@@ -1,6 +1,6 @@
 //! Dispatcher `jbsrq-fifo`, which bounds the shortest queues by priority class if cores serve in the order of arrival.
 
-use super::{DispatchHeader, Dispatcher, TournamentTree};
+use super::{DispatchHeader, RequestDispatcher, TournamentTree};
 
 /// Dispatcher that joins the shortest bounded queue (RingLeader's JBSRQ, NSDI'23, Sect. 4.2) of cores whose FIFO queues
 /// cannot preempt. A request earlier in the queue delays a later one whatever its priority, so every outstanding
@@ -12,23 +12,24 @@ use super::{DispatchHeader, Dispatcher, TournamentTree};
 /// counter is incremented.
 #[derive(Debug, Clone)]
 pub struct ClassBoundedShortestQueue {
-    outstanding_by_core: Vec<u32>,
+    outstanding_request_count_by_core: Vec<u32>,
     /// Maximum number of outstanding requests by class and core.
     class_bounds: OutstandingBoundsByClass,
-    /// Cores ranked by outstanding requests, for each class. The ranks of cores at their bound have [`AT_BOUND_BIT`].
+    /// Cores ranked by outstanding requests, for each class. The ranks of cores at their bound have
+    /// [`CORE_AT_BOUND_RANK_BIT`].
     core_ranks_by_class: Vec<TournamentTree<u32>>,
     over_bound_request_count: u64,
 }
 
-const AT_BOUND_BIT: u32 = 1 << 30;
-const FORBIDDEN_CORE_BIT: u32 = 1 << 31;
+const CORE_AT_BOUND_RANK_BIT: u32 = 1 << 30;
+const FORBIDDEN_CORE_RANK_BIT: u32 = 1 << 31;
 
 /// Bound on the outstanding requests of each core, by class. A core at its bound for a class takes no request of the
 /// class.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OutstandingBoundsByClass {
     core_count: u16,
-    bounds_by_class: Vec<Vec<u32>>,
+    bound_by_class_and_core: Vec<Vec<u32>>,
 }
 
 impl OutstandingBoundsByClass {
@@ -48,12 +49,12 @@ impl OutstandingBoundsByClass {
                 |core: usize| if class > 0 && core < reserved_core_count { reserved_bound } else { default_bound };
             (0..usize::from(core_count)).map(bound_at_core).collect()
         };
-        Self { core_count, bounds_by_class: (0..class_count.max(1)).map(bounds_for_class).collect() }
+        Self { core_count, bound_by_class_and_core: (0..class_count.max(1)).map(bounds_for_class).collect() }
     }
 
     /// Returns the bound for `class` at each core.
-    pub fn bounds_for_class(&self, class: u8) -> &[u32] {
-        &self.bounds_by_class[usize::from(class).min(self.bounds_by_class.len() - 1)]
+    pub fn core_bounds_for_class(&self, class: u8) -> &[u32] {
+        &self.bound_by_class_and_core[usize::from(class).min(self.bound_by_class_and_core.len() - 1)]
     }
 }
 
@@ -62,8 +63,8 @@ impl ClassBoundedShortestQueue {
     pub fn new(bounds: OutstandingBoundsByClass) -> Self {
         let idle_ranks = TournamentTree::new(bounds.core_count, 0);
         let mut dispatcher = Self {
-            outstanding_by_core: vec![0; usize::from(bounds.core_count)],
-            core_ranks_by_class: vec![idle_ranks; bounds.bounds_by_class.len()],
+            outstanding_request_count_by_core: vec![0; usize::from(bounds.core_count)],
+            core_ranks_by_class: vec![idle_ranks; bounds.bound_by_class_and_core.len()],
             class_bounds: bounds,
             over_bound_request_count: 0,
         };
@@ -77,30 +78,32 @@ impl ClassBoundedShortestQueue {
     }
 
     fn update_core_rank(&mut self, core: u16) {
-        let outstanding_count = self.outstanding_by_core[usize::from(core)];
-        for (ranks, bounds) in self.core_ranks_by_class.iter_mut().zip(&self.class_bounds.bounds_by_class) {
+        let outstanding_count = self.outstanding_request_count_by_core[usize::from(core)];
+        for (ranks, bounds) in self.core_ranks_by_class.iter_mut().zip(&self.class_bounds.bound_by_class_and_core) {
             let core_bound = bounds[usize::from(core)];
-            let at_bound_bit = if outstanding_count >= core_bound { AT_BOUND_BIT } else { 0 };
-            ranks
-                .set_key(core, outstanding_count | at_bound_bit | if core_bound == 0 { FORBIDDEN_CORE_BIT } else { 0 });
+            let at_bound_bit = if outstanding_count >= core_bound { CORE_AT_BOUND_RANK_BIT } else { 0 };
+            ranks.set_key(
+                core,
+                outstanding_count | at_bound_bit | if core_bound == 0 { FORBIDDEN_CORE_RANK_BIT } else { 0 },
+            );
         }
     }
 }
 
-impl Dispatcher for ClassBoundedShortestQueue {
+impl RequestDispatcher for ClassBoundedShortestQueue {
     #[inline]
     fn place_request(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         let class = usize::from(header.service).min(self.core_ranks_by_class.len() - 1);
         let (core, rank) = self.core_ranks_by_class[class].least_leaf();
-        self.over_bound_request_count += u64::from(rank & AT_BOUND_BIT != 0);
-        self.outstanding_by_core[usize::from(core)] += 1;
+        self.over_bound_request_count += u64::from(rank & CORE_AT_BOUND_RANK_BIT != 0);
+        self.outstanding_request_count_by_core[usize::from(core)] += 1;
         self.update_core_rank(core);
         Some(core)
     }
 
     #[inline]
     fn record_completion(&mut self, core: u16, _header: &DispatchHeader) {
-        self.outstanding_by_core[usize::from(core)] -= 1;
+        self.outstanding_request_count_by_core[usize::from(core)] -= 1;
         self.update_core_rank(core);
     }
 }
@@ -146,9 +149,9 @@ mod tests {
     fn at_least_one_core_is_not_reserved() {
         let bounds = OutstandingBoundsByClass::with_reserved_cores(2, 2, 5, 4, 0);
         assert_eq!(
-            (bounds.bounds_for_class(0), bounds.bounds_for_class(1), bounds.bounds_for_class(7)),
+            (bounds.core_bounds_for_class(0), bounds.core_bounds_for_class(1), bounds.core_bounds_for_class(7)),
             (&[4, 4][..], &[0, 4][..], &[0, 4][..])
         );
-        assert_eq!(OutstandingBoundsByClass::with_reserved_cores(1, 2, 1, 4, 0).bounds_for_class(1), [4]);
+        assert_eq!(OutstandingBoundsByClass::with_reserved_cores(1, 2, 1, 4, 0).core_bounds_for_class(1), [4]);
     }
 }

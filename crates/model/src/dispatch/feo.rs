@@ -9,7 +9,7 @@ pub const MAX_SCHEDULED_SERVICES: usize = 64;
 /// Rule by which the members of one level, either groups or a group's services, are ranked. The member of least rank is
 /// dispatched first. Among equal ranks, the member with the lowest index is first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MemberRanking {
+pub enum SchedulingMemberRanking {
     /// Strict priority. A member's parameter is its priority, where 0 is the highest.
     StrictPriority,
     /// Members with waiting requests are dispatched in proportion to their weights (start-time fair queueing, one unit
@@ -19,9 +19,9 @@ pub enum MemberRanking {
     EarliestDeadline,
 }
 
-/// Rule by which eligibility affects the choice of the next request in [`FirstEligibleOut::pop_request`].
+/// Rule by which eligibility affects the choice of the next request in [`FirstEligibleOutScheduler::pop_request`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EligibilityRule {
+pub enum DispatchEligibilityRule {
     /// Only the eligible services compete, and the one of least rank is selected.
     FirstEligible,
     /// All services compete. If the one of least rank is not eligible, it blocks the others (PIFO, SIGCOMM'16).
@@ -29,7 +29,7 @@ pub enum EligibilityRule {
 }
 
 /// Rate limit of a service or a group by a token bucket. The member is not dispatched while the bucket is empty, under
-/// either [`EligibilityRule`].
+/// either [`DispatchEligibilityRule`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DispatchRateLimit {
     /// Time after which one token is added, in the caller's unit of time.
@@ -41,16 +41,16 @@ pub struct DispatchRateLimit {
 /// Scheduling parameters of a service or a group within its level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchedulingParameters {
-    /// Priority, weight or relative deadline, depending on the [`MemberRanking`].
-    pub rank_parameter: u32,
+    /// Priority, weight or relative deadline, depending on the [`SchedulingMemberRanking`].
+    pub priority_weight_or_deadline: u32,
     /// Limit on the rate at which the member's requests are dispatched.
     pub rate_limit: Option<DispatchRateLimit>,
 }
 
 impl SchedulingParameters {
     /// Returns the parameters of a member without rate limit.
-    pub const fn new(rank_parameter: u32) -> Self {
-        Self { rank_parameter, rate_limit: None }
+    pub const fn new(priority_weight_or_deadline: u32) -> Self {
+        Self { priority_weight_or_deadline, rate_limit: None }
     }
 }
 
@@ -60,7 +60,7 @@ pub struct SchedulingGroupConfig {
     /// Scheduling parameters by which the group is ranked among the groups.
     pub parameters: SchedulingParameters,
     /// Rule by which the group's services are ranked.
-    pub ranking: MemberRanking,
+    pub service_ranking: SchedulingMemberRanking,
 }
 
 /// Configuration of a service and its queue.
@@ -78,13 +78,13 @@ pub struct ServiceQueueConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FirstEligibleOutConfig {
     /// Rule by which the groups are ranked.
-    pub group_ranking: MemberRanking,
+    pub group_ranking: SchedulingMemberRanking,
     /// Groups of services (1 to [`MAX_SCHEDULED_SERVICES`]).
     pub groups: Vec<SchedulingGroupConfig>,
     /// Services and their queues (1 to [`MAX_SCHEDULED_SERVICES`]).
     pub queues: Vec<ServiceQueueConfig>,
     /// Rule by which eligibility affects the choice of the next request.
-    pub selection: EligibilityRule,
+    pub eligibility_rule: DispatchEligibilityRule,
     /// Maximum number of waiting requests, at least 1.
     pub max_waiting_requests: usize,
 }
@@ -100,13 +100,13 @@ impl FirstEligibleOutConfig {
             drop_priority: priority,
         };
         Self {
-            group_ranking: MemberRanking::StrictPriority,
+            group_ranking: SchedulingMemberRanking::StrictPriority,
             groups: vec![SchedulingGroupConfig {
                 parameters: SchedulingParameters::new(0),
-                ranking: MemberRanking::StrictPriority,
+                service_ranking: SchedulingMemberRanking::StrictPriority,
             }],
             queues: priorities.into_iter().map(queue).collect(),
-            selection: EligibilityRule::FirstEligible,
+            eligibility_rule: DispatchEligibilityRule::FirstEligible,
             max_waiting_requests: usize::MAX,
         }
     }
@@ -154,7 +154,7 @@ pub enum FirstEligibleOutConfigError {
     ZeroCapacity,
 }
 
-/// Maximum weight of a member under [`MemberRanking::WeightedShare`].
+/// Maximum weight of a member under [`SchedulingMemberRanking::WeightedShare`].
 pub const MAX_SHARE_WEIGHT: u32 = 1 << 20;
 
 /// Scheduler with a FIFO queue for each service, which chooses the next request among the heads of the queues.
@@ -162,13 +162,13 @@ pub const MAX_SHARE_WEIGHT: u32 = 1 << 20;
 /// A dequeue first filters the services by eligibility, then selects the one of least rank. The groups are ranked
 /// first, then the services of the selected group. `T` is the handle of a request.
 #[derive(Debug, Clone)]
-pub struct FirstEligibleOut<T> {
-    group_ranking: MemberRanking,
-    selection: EligibilityRule,
+pub struct FirstEligibleOutScheduler<T> {
+    group_ranking: SchedulingMemberRanking,
+    eligibility_rule: DispatchEligibilityRule,
     max_waiting_requests: usize,
     waiting_request_count: usize,
     /// Whether dispatches change no rank and take no token.
-    is_stateless: bool,
+    is_dispatch_stateless: bool,
     /// Bit mask of the services with waiting requests.
     backlogged_service_mask: u64,
     /// Virtual time of the fair queueing between groups, which is the start tag of the group dispatched last.
@@ -180,10 +180,10 @@ pub struct FirstEligibleOut<T> {
 #[derive(Debug, Clone)]
 struct SchedulingGroup {
     state: SchedulingState,
-    ranking: MemberRanking,
+    service_ranking: SchedulingMemberRanking,
     virtual_time: u64,
     /// Bit mask of the group's services.
-    member_mask: u64,
+    service_mask: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -192,7 +192,7 @@ struct ServiceQueue<T> {
     group_index: u8,
     drop_priority: u8,
     /// Arrival time and handle of each waiting request, in order of arrival.
-    requests: VecDeque<(u64, T)>,
+    arrival_times_and_requests: VecDeque<(u64, T)>,
 }
 
 /// Scheduling state of a service or a group.
@@ -202,60 +202,72 @@ struct SchedulingState {
     /// Start tag of the member's next request (virtual time).
     start_tag: u64,
     /// Time at which the member's token bucket will be full if no request is dispatched.
-    bucket_full_at: u64,
+    token_bucket_full_at: u64,
 }
 
 impl SchedulingState {
-    fn new(parameters: SchedulingParameters, ranking: MemberRanking) -> Result<Self, FirstEligibleOutConfigError> {
-        if ranking == MemberRanking::WeightedShare && !(1..=MAX_SHARE_WEIGHT).contains(&parameters.rank_parameter) {
-            return Err(FirstEligibleOutConfigError::WeightOutOfRange(parameters.rank_parameter));
+    fn new(
+        parameters: SchedulingParameters,
+        ranking: SchedulingMemberRanking,
+    ) -> Result<Self, FirstEligibleOutConfigError> {
+        if ranking == SchedulingMemberRanking::WeightedShare
+            && !(1..=MAX_SHARE_WEIGHT).contains(&parameters.priority_weight_or_deadline)
+        {
+            return Err(FirstEligibleOutConfigError::WeightOutOfRange(parameters.priority_weight_or_deadline));
         }
         if parameters.rate_limit.is_some_and(|rate_limit| rate_limit.burst_tokens == 0) {
             return Err(FirstEligibleOutConfigError::ZeroBurst);
         }
-        Ok(Self { parameters, start_tag: 0, bucket_full_at: 0 })
+        Ok(Self { parameters, start_tag: 0, token_bucket_full_at: 0 })
     }
 
     /// Returns the earliest time at which the member's token bucket has a token, or 0 without a rate limit.
     #[inline]
     fn next_token_at(&self) -> u64 {
         self.parameters.rate_limit.map_or(0, |rate_limit| {
-            self.bucket_full_at
+            self.token_bucket_full_at
                 .saturating_sub(rate_limit.token_interval.saturating_mul(u64::from(rate_limit.burst_tokens) - 1))
         })
     }
 
     #[inline]
-    fn compute_rank(&self, ranking: MemberRanking, arrival_time: u64) -> u64 {
+    fn compute_rank(&self, ranking: SchedulingMemberRanking, arrival_time: u64) -> u64 {
         match ranking {
-            MemberRanking::StrictPriority => u64::from(self.parameters.rank_parameter),
-            MemberRanking::WeightedShare => self.start_tag,
-            MemberRanking::EarliestDeadline => arrival_time.saturating_add(u64::from(self.parameters.rank_parameter)),
+            SchedulingMemberRanking::StrictPriority => u64::from(self.parameters.priority_weight_or_deadline),
+            SchedulingMemberRanking::WeightedShare => self.start_tag,
+            SchedulingMemberRanking::EarliestDeadline => {
+                arrival_time.saturating_add(u64::from(self.parameters.priority_weight_or_deadline))
+            }
         }
     }
 
     /// Takes a token, and advances the member's start tag. Returns the new virtual time of the member's level.
     #[inline]
-    fn record_dispatch(&mut self, now: u64, ranking: MemberRanking) -> u64 {
+    fn record_dispatch(&mut self, now: u64, ranking: SchedulingMemberRanking) -> u64 {
         if let Some(rate_limit) = self.parameters.rate_limit {
-            self.bucket_full_at = self.bucket_full_at.max(now).saturating_add(rate_limit.token_interval);
+            self.token_bucket_full_at = self.token_bucket_full_at.max(now).saturating_add(rate_limit.token_interval);
         }
         let dispatched_start_tag = self.start_tag;
-        if ranking == MemberRanking::WeightedShare {
-            self.start_tag += u64::from(MAX_SHARE_WEIGHT / self.parameters.rank_parameter);
+        if ranking == SchedulingMemberRanking::WeightedShare {
+            self.start_tag += u64::from(MAX_SHARE_WEIGHT / self.parameters.priority_weight_or_deadline);
         }
         dispatched_start_tag
     }
 }
 
-impl<T> FirstEligibleOut<T> {
+impl<T> FirstEligibleOutScheduler<T> {
     /// Returns an empty scheduler. Fails with a [`FirstEligibleOutConfigError`] if the configuration is out of range.
     pub fn new(config: &FirstEligibleOutConfig) -> Result<Self, FirstEligibleOutConfigError> {
         config.check_sizes()?;
         let mut groups = Vec::new();
         for group in &config.groups {
             let state = SchedulingState::new(group.parameters, config.group_ranking)?;
-            groups.push(SchedulingGroup { state, ranking: group.ranking, virtual_time: 0, member_mask: 0 });
+            groups.push(SchedulingGroup {
+                state,
+                service_ranking: group.service_ranking,
+                virtual_time: 0,
+                service_mask: 0,
+            });
         }
         let mut queues = Vec::new();
         for (service, &ServiceQueueConfig { group_index: group, parameters, drop_priority: priority }) in
@@ -263,21 +275,28 @@ impl<T> FirstEligibleOut<T> {
         {
             let parent_group = groups.get_mut(usize::from(group));
             let parent = parent_group.ok_or(FirstEligibleOutConfigError::UnknownGroup { service, group })?;
-            parent.member_mask |= 1 << service;
-            let state = SchedulingState::new(parameters, parent.ranking)?;
-            queues.push(ServiceQueue { state, group_index: group, drop_priority: priority, requests: VecDeque::new() });
+            parent.service_mask |= 1 << service;
+            let state = SchedulingState::new(parameters, parent.service_ranking)?;
+            queues.push(ServiceQueue {
+                state,
+                group_index: group,
+                drop_priority: priority,
+                arrival_times_and_requests: VecDeque::new(),
+            });
         }
-        let &FirstEligibleOutConfig { group_ranking, selection, max_waiting_requests: capacity, .. } = config;
-        let mut rankings = groups.iter().map(|group| group.ranking).chain([group_ranking]);
+        let &FirstEligibleOutConfig {
+            group_ranking, eligibility_rule: selection, max_waiting_requests: capacity, ..
+        } = config;
+        let mut rankings = groups.iter().map(|group| group.service_ranking).chain([group_ranking]);
         let mut states = groups.iter().map(|group| &group.state).chain(queues.iter().map(|queue| &queue.state));
-        let is_stateless = rankings.all(|ranking| ranking != MemberRanking::WeightedShare)
+        let is_stateless = rankings.all(|ranking| ranking != SchedulingMemberRanking::WeightedShare)
             && states.all(|state| state.parameters.rate_limit.is_none());
         Ok(Self {
             group_ranking,
-            selection,
+            eligibility_rule: selection,
             max_waiting_requests: capacity,
             waiting_request_count: 0,
-            is_stateless,
+            is_dispatch_stateless: is_stateless,
             backlogged_service_mask: 0,
             virtual_time: 0,
             groups,
@@ -288,19 +307,19 @@ impl<T> FirstEligibleOut<T> {
     /// Returns the number of waiting requests of `service`.
     #[inline]
     pub fn waiting_request_count(&self, service: u8) -> usize {
-        self.queues[usize::from(service)].requests.len()
+        self.queues[usize::from(service)].arrival_times_and_requests.len()
     }
 
     /// Returns the arrival time of the oldest waiting request of `service`, if any waits.
     pub fn oldest_arrival_time(&self, service: u8) -> Option<u64> {
-        self.queues[usize::from(service)].requests.front().map(|(arrival_time, _)| *arrival_time)
+        self.queues[usize::from(service)].arrival_times_and_requests.front().map(|(arrival_time, _)| *arrival_time)
     }
 
     /// Returns whether a request of an eligible service may bypass the queue, because a push and a pop would change no
     /// state.
     #[inline]
     pub fn can_bypass_queue(&self) -> bool {
-        self.waiting_request_count == 0 && self.is_stateless
+        self.waiting_request_count == 0 && self.is_dispatch_stateless
     }
 
     /// Appends a request to the queue of `service`. `now` must not decrease from call to call.
@@ -316,7 +335,7 @@ impl<T> FirstEligibleOut<T> {
                 return Some((service, request));
             }
             dropped_request = self.queues[usize::from(victim_service)]
-                .requests
+                .arrival_times_and_requests
                 .pop_back()
                 .map(|(_, youngest_request)| (victim_service, youngest_request));
             self.record_removed_request(victim_service);
@@ -333,8 +352,8 @@ impl<T> FirstEligibleOut<T> {
         let queue = &mut self.queues[usize::from(service)];
         let group = &mut self.groups[usize::from(queue.group_index)];
         self.virtual_time = group.state.record_dispatch(now, self.group_ranking);
-        group.virtual_time = queue.state.record_dispatch(now, group.ranking);
-        let (_, request) = queue.requests.pop_front()?;
+        group.virtual_time = queue.state.record_dispatch(now, group.service_ranking);
+        let (_, request) = queue.arrival_times_and_requests.pop_front()?;
         self.record_removed_request(service);
         Some((service, request))
     }
@@ -354,21 +373,21 @@ impl<T> FirstEligibleOut<T> {
 
     fn append_to_queue(&mut self, now: u64, service: u8, request: T) {
         let queue = &mut self.queues[usize::from(service)];
-        if queue.requests.is_empty() {
+        if queue.arrival_times_and_requests.is_empty() {
             let group = &mut self.groups[usize::from(queue.group_index)];
-            if self.backlogged_service_mask & group.member_mask == 0 {
+            if self.backlogged_service_mask & group.service_mask == 0 {
                 group.state.start_tag = group.state.start_tag.max(self.virtual_time);
             }
             queue.state.start_tag = queue.state.start_tag.max(group.virtual_time);
             self.backlogged_service_mask |= 1 << service;
         }
-        queue.requests.push_back((now, request));
+        queue.arrival_times_and_requests.push_back((now, request));
         self.waiting_request_count += 1;
     }
 
     fn record_removed_request(&mut self, service: u8) {
         self.waiting_request_count -= 1;
-        if self.queues[usize::from(service)].requests.is_empty() {
+        if self.queues[usize::from(service)].arrival_times_and_requests.is_empty() {
             self.backlogged_service_mask &= !(1 << service);
         }
     }
@@ -391,9 +410,9 @@ impl<T> FirstEligibleOut<T> {
 
     #[inline]
     fn select_service(&self, now: u64, eligible_service_mask: u64) -> Option<u8> {
-        let considered_service_mask = match self.selection {
-            EligibilityRule::FirstEligible => self.backlogged_service_mask & eligible_service_mask,
-            EligibilityRule::Pifo => self.backlogged_service_mask,
+        let considered_service_mask = match self.eligibility_rule {
+            DispatchEligibilityRule::FirstEligible => self.backlogged_service_mask & eligible_service_mask,
+            DispatchEligibilityRule::Pifo => self.backlogged_service_mask,
         };
         let mut best_candidate: Option<(u64, u8)> = None;
         for group in self.groups.iter().filter(|group| group.state.next_token_at() <= now) {
@@ -419,13 +438,13 @@ impl<T> FirstEligibleOut<T> {
         considered_service_mask: u64,
     ) -> Option<(u64, u64, u8)> {
         let mut best_candidate: Option<(u64, u64, u8)> = None;
-        for service in set_bit_indices(considered_service_mask & group.member_mask) {
+        for service in set_bit_indices(considered_service_mask & group.service_mask) {
             let queue = &self.queues[usize::from(service)];
             if queue.state.next_token_at() > now {
                 continue;
             }
-            let Some((arrival_time, _)) = queue.requests.front() else { continue };
-            let rank = queue.state.compute_rank(group.ranking, *arrival_time);
+            let Some((arrival_time, _)) = queue.arrival_times_and_requests.front() else { continue };
+            let rank = queue.state.compute_rank(group.service_ranking, *arrival_time);
             best_candidate = Some(match best_candidate {
                 Some((earliest_arrival, least_rank, other_service)) if least_rank <= rank => {
                     (earliest_arrival.min(*arrival_time), least_rank, other_service)

@@ -2,20 +2,22 @@
 
 use std::num::NonZeroU16;
 
-use super::feo::{FirstEligibleOut, FirstEligibleOutConfig, FirstEligibleOutConfigError};
-use super::ranks::{FeedbackError, Lambda, RankArrays, RankRule, RankedService};
-use super::{DispatchHeader, Dispatcher, ReleasedRequest};
+use super::feo::{FirstEligibleOutConfig, FirstEligibleOutConfigError, FirstEligibleOutScheduler};
+use super::ranks::{CoreRankRule, RankArrays, RankLambda, RankedService, RequestFeedbackError};
+use super::{DispatchHeader, ReleasedRequest, RequestDispatcher};
 
 /// Dispatcher that joins the bounded, shortest ranked queue (JBSRQ, RingLeader, NSDI'23, Sect. 4.2, 4.3).
 ///
 /// A request goes to the core of least rank (see [`RankArrays`]). A request that no core takes waits at the NIC in its
-/// service's queue (see [`FirstEligibleOut`]). `T` is the handle of a waiting request, which is `()` in the simulator.
+/// service's queue (see [`FirstEligibleOutScheduler`]). `T` is the handle of a waiting request, which is `()` in the
+/// simulator.
 #[derive(Debug, Clone)]
 pub struct JoinBoundedShortestRankedQueue<T = ()> {
     ranks: RankArrays,
-    scheduler: FirstEligibleOut<T>,
-    /// For each service, the maximum number of waiting requests since the last call of `take_peak_waiting_count`.
-    peak_waiting_count_by_service: Vec<u64>,
+    scheduler: FirstEligibleOutScheduler<T>,
+    /// For each service, the maximum number of waiting requests since the last call of
+    /// `take_peak_waiting_request_count`.
+    peak_waiting_requests_by_service: Vec<u64>,
 }
 
 /// Effects of submitting a request, which are at most one dropped request and one sent request.
@@ -30,9 +32,9 @@ pub struct RequestSubmitEffects<T> {
 impl JoinBoundedShortestRankedQueue {
     /// Returns a dispatcher for `service_count` services in strict priority, each enabled on all cores. Panics without
     /// services, with more than [`MAX_SCHEDULED_SERVICES`](super::MAX_SCHEDULED_SERVICES), or without cores.
-    pub fn new(core_count: u16, service_count: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
+    pub fn new(core_count: u16, service_count: u8, lambda: RankLambda, depth: NonZeroU16) -> Self {
         let ranked_services: Vec<_> = (0..service_count).map(|priority| RankedService { priority, lambda }).collect();
-        let ranks = RankArrays::new(core_count, &ranked_services, RankRule::Ranked, depth);
+        let ranks = RankArrays::new(core_count, &ranked_services, CoreRankRule::Ranked, depth);
         Self::with_ranks(ranks, &FirstEligibleOutConfig::strict_priority(0..service_count)).expect("1 to 64 services")
     }
 }
@@ -45,8 +47,8 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
             return Err(FirstEligibleOutConfigError::InvalidServiceCount(config.queues.len()));
         }
         Ok(Self {
-            scheduler: FirstEligibleOut::new(config)?,
-            peak_waiting_count_by_service: vec![0; ranks.service_count()],
+            scheduler: FirstEligibleOutScheduler::new(config)?,
+            peak_waiting_requests_by_service: vec![0; ranks.service_count()],
             ranks,
         })
     }
@@ -62,7 +64,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
     }
 
     /// Returns the scheduler with the requests that wait at the NIC.
-    pub fn scheduler(&self) -> &FirstEligibleOut<T> {
+    pub fn scheduler(&self) -> &FirstEligibleOutScheduler<T> {
         &self.scheduler
     }
 
@@ -72,9 +74,9 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
     }
 
     /// Returns the maximum number of waiting requests of `service` since the last call.
-    pub fn take_peak_waiting_count(&mut self, service: u8) -> u64 {
+    pub fn take_peak_waiting_request_count(&mut self, service: u8) -> u64 {
         let waiting_request_count = self.waiting_request_count(service);
-        std::mem::replace(&mut self.peak_waiting_count_by_service[usize::from(service)], waiting_request_count)
+        std::mem::replace(&mut self.peak_waiting_requests_by_service[usize::from(service)], waiting_request_count)
     }
 
     /// Queues a request that arrived at `now`. Then returns the next request if a core takes it. `now` must not
@@ -91,7 +93,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         }
         let dropped_request = self.scheduler.push_request(now, service, request);
         let sent_request = self.release_next_request(now);
-        let peak_waiting_count = &mut self.peak_waiting_count_by_service[usize::from(service)];
+        let peak_waiting_count = &mut self.peak_waiting_requests_by_service[usize::from(service)];
         *peak_waiting_count = (*peak_waiting_count).max(self.scheduler.waiting_request_count(service) as u64);
         RequestSubmitEffects { dropped_request, sent_request }
     }
@@ -107,12 +109,12 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
 
     /// Accounts for `count` answered requests, as [`RankArrays::record_feedback`] does. Fails if fewer are outstanding.
     #[inline]
-    pub fn record_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
+    pub fn record_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), RequestFeedbackError> {
         self.ranks.record_feedback(service, core, count)
     }
 }
 
-impl Dispatcher for JoinBoundedShortestRankedQueue {
+impl RequestDispatcher for JoinBoundedShortestRankedQueue {
     #[inline]
     fn place_request(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
         let (released_request, ()) = self.submit_request(now, header.service, ()).sent_request?;
@@ -136,11 +138,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::tests::build_dispatch_header;
-    use super::super::{DispatchRateLimit, EligibilityRule, MemberRanking};
+    use super::super::{DispatchEligibilityRule, DispatchRateLimit, SchedulingMemberRanking};
     use super::*;
 
     fn build_dispatcher(core_count: u16, depth: u16) -> JoinBoundedShortestRankedQueue {
-        JoinBoundedShortestRankedQueue::new(core_count, 2, Lambda::PAPER_VALUE, depth.try_into().unwrap())
+        JoinBoundedShortestRankedQueue::new(core_count, 2, RankLambda::PAPER_VALUE, depth.try_into().unwrap())
     }
 
     /// Sends a request of `service` to core `core` of two, while the other core is disabled for the service.
@@ -204,7 +206,7 @@ mod tests {
             [SERVICE_2, SERVICE_1, PRIORITY_3].map(|service| jbsrq.ranks().core_rank(service, core))
         };
         let depth = NonZeroU16::new(3).unwrap();
-        let mut jbsrq = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PAPER_VALUE, depth);
+        let mut jbsrq = JoinBoundedShortestRankedQueue::new(2, 3, RankLambda::PAPER_VALUE, depth);
         for (service, core) in [(SERVICE_2, 0), (SERVICE_2, 0), (SERVICE_1, 1), (SERVICE_2, 1), (SERVICE_2, 1)] {
             submit_request_to_core(&mut jbsrq, service, core);
         }
@@ -231,8 +233,11 @@ mod tests {
 
     #[test]
     fn ineligible_head_request_blocks_the_next_one_only_in_pifo() {
-        for (selection, core) in [(EligibilityRule::FirstEligible, Some(1)), (EligibilityRule::Pifo, None)] {
-            let config = FirstEligibleOutConfig { selection, ..FirstEligibleOutConfig::strict_priority(0..2) };
+        for (selection, core) in
+            [(DispatchEligibilityRule::FirstEligible, Some(1)), (DispatchEligibilityRule::Pifo, None)]
+        {
+            let config =
+                FirstEligibleOutConfig { eligibility_rule: selection, ..FirstEligibleOutConfig::strict_priority(0..2) };
             let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(build_dispatcher(2, 1).ranks, &config).unwrap();
             jbsrq.set_service_enabled(0, 1, false);
             assert!(
@@ -268,10 +273,16 @@ mod tests {
         ) {
             let mut config = FirstEligibleOutConfig::strict_priority(0..3);
             config.max_waiting_requests = 4;
-            config.groups[0].ranking =
-                if is_deadline_ranking { MemberRanking::EarliestDeadline } else { MemberRanking::StrictPriority };
-            config.selection = if is_pifo { EligibilityRule::Pifo } else { EligibilityRule::FirstEligible };
-            let ranks = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PAPER_VALUE, 2.try_into().unwrap()).ranks;
+            config.groups[0].service_ranking =
+                match is_deadline_ranking {
+                    true => SchedulingMemberRanking::EarliestDeadline,
+                    false => SchedulingMemberRanking::StrictPriority,
+                };
+            config.eligibility_rule = match is_pifo {
+                true => DispatchEligibilityRule::Pifo,
+                false => DispatchEligibilityRule::FirstEligible,
+            };
+            let ranks = JoinBoundedShortestRankedQueue::new(2, 3, RankLambda::PAPER_VALUE, 2.try_into().unwrap()).ranks;
             let mut dispatcher_with_bypass =
                 JoinBoundedShortestRankedQueue::with_ranks(ranks.clone(), &config).unwrap();
             config.groups[0].parameters.rate_limit = Some(DispatchRateLimit { token_interval: 0, burst_tokens: 1 });
@@ -298,8 +309,8 @@ mod tests {
                     }
                 }
                 for service in 0..3 {
-                    prop_assert_eq!(dispatcher_with_bypass.take_peak_waiting_count(service),
-                        dispatcher_without_bypass.take_peak_waiting_count(service));
+                    prop_assert_eq!(dispatcher_with_bypass.take_peak_waiting_request_count(service),
+                        dispatcher_without_bypass.take_peak_waiting_request_count(service));
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! Dispatcher `jlq`, which selects the core with the least expected outstanding work.
 
-use super::{DispatchHeader, Dispatcher, TournamentTree};
+use super::{DispatchHeader, RequestDispatcher, TournamentTree};
 
 /// Dispatcher that joins the queue with the least sum of expected service times (JLQ, Turbo, HPCA'23, Sect. IV-B2).
 #[derive(Debug, Clone)]
@@ -15,7 +15,7 @@ impl JoinLightestQueue {
     }
 }
 
-impl Dispatcher for JoinLightestQueue {
+impl RequestDispatcher for JoinLightestQueue {
     #[inline]
     fn place_request(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         let (core, outstanding_work) = self.outstanding_work_by_core.least_leaf();

@@ -1,6 +1,6 @@
 //! Dispatchers `jsq`, `jbsq:n` and `cfcfs`, which select the core with the fewest outstanding requests.
 
-use super::{DispatchHeader, Dispatcher, ReleasedRequest, TournamentTree};
+use super::{DispatchHeader, ReleasedRequest, RequestDispatcher, TournamentTree};
 
 /// Dispatcher that joins the shortest queue (Turbo, HPCA'23, Sect. IV-B1), optionally with a bound. With a bound, no
 /// core has more than `max_outstanding_requests` outstanding requests. Other requests wait in one queue at the NIC
@@ -8,7 +8,7 @@ use super::{DispatchHeader, Dispatcher, ReleasedRequest, TournamentTree};
 /// when a core is free.
 #[derive(Debug, Clone)]
 pub struct JoinShortestQueue {
-    outstanding_by_core: TournamentTree<u32>,
+    outstanding_request_count_by_core: TournamentTree<u32>,
     max_outstanding_requests: u32,
     waiting_request_count: u64,
 }
@@ -17,7 +17,7 @@ impl JoinShortestQueue {
     /// Returns a dispatcher without a bound, which sends every request to a core at once.
     pub fn unbounded(core_count: u16) -> Self {
         Self {
-            outstanding_by_core: TournamentTree::new(core_count, 0),
+            outstanding_request_count_by_core: TournamentTree::new(core_count, 0),
             max_outstanding_requests: u32::MAX,
             waiting_request_count: 0,
         }
@@ -29,28 +29,28 @@ impl JoinShortestQueue {
     }
 
     #[inline]
-    fn assign_to_shortest_queue(&mut self) -> Option<u16> {
-        let (core, outstanding_count) = self.outstanding_by_core.least_leaf();
+    fn assign_request_to_shortest_queue(&mut self) -> Option<u16> {
+        let (core, outstanding_count) = self.outstanding_request_count_by_core.least_leaf();
         if outstanding_count >= self.max_outstanding_requests {
             return None;
         }
-        self.outstanding_by_core.set_key(core, outstanding_count + 1);
+        self.outstanding_request_count_by_core.set_key(core, outstanding_count + 1);
         Some(core)
     }
 }
 
-impl Dispatcher for JoinShortestQueue {
+impl RequestDispatcher for JoinShortestQueue {
     #[inline]
     fn place_request(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
-        let core = self.assign_to_shortest_queue();
+        let core = self.assign_request_to_shortest_queue();
         self.waiting_request_count += u64::from(core.is_none());
         core
     }
 
     #[inline]
     fn record_completion(&mut self, core: u16, _header: &DispatchHeader) {
-        let outstanding_count = self.outstanding_by_core.leaf_key(core);
-        self.outstanding_by_core.set_key(core, outstanding_count - 1);
+        let outstanding_count = self.outstanding_request_count_by_core.leaf_key(core);
+        self.outstanding_request_count_by_core.set_key(core, outstanding_count - 1);
     }
 
     #[inline]
@@ -58,7 +58,7 @@ impl Dispatcher for JoinShortestQueue {
         if self.waiting_request_count == 0 {
             return None;
         }
-        let core = self.assign_to_shortest_queue()?;
+        let core = self.assign_request_to_shortest_queue()?;
         self.waiting_request_count -= 1;
         Some(ReleasedRequest { service: 0, core })
     }

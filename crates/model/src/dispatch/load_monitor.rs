@@ -13,9 +13,9 @@ pub enum LoadHint {
 
 /// Interval between two checks of a load monitor, in the caller's unit of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EpochLength(NonZeroU64);
+pub struct LoadCheckInterval(NonZeroU64);
 
-impl EpochLength {
+impl LoadCheckInterval {
     /// Returns an epoch of length `length`.
     pub const fn new(length: NonZeroU64) -> Self {
         Self(length)
@@ -38,7 +38,7 @@ impl EpochLength {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScaleUpCondition {
     /// Interval between two checks of the condition.
-    pub epoch_length: EpochLength,
+    pub epoch_length: LoadCheckInterval,
 }
 
 /// Condition for a hint to scale down. It holds if the queue at the NIC was short enough in several consecutive epochs.
@@ -46,7 +46,7 @@ pub struct ScaleUpCondition {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScaleDownCondition {
     /// Interval between two checks of the condition.
-    pub epoch_length: EpochLength,
+    pub epoch_length: LoadCheckInterval,
     /// Maximum number of waiting requests during an epoch that counts as calm.
     pub max_calm_queue_length: u64,
     /// Number of consecutive calm epochs after which the hint is sent (0 counts as 1).
@@ -61,8 +61,8 @@ pub struct ScaleDownCondition {
 /// returns.
 #[derive(Debug, Clone, Default)]
 pub struct LoadMonitor {
-    scale_up_check: Option<(ScaleUpCondition, EpochCheckTimes)>,
-    scale_down_check: Option<(ScaleDownCondition, EpochCheckTimes)>,
+    scale_up_check: Option<(ScaleUpCondition, NextLoadCheckTimes)>,
+    scale_down_check: Option<(ScaleDownCondition, NextLoadCheckTimes)>,
     /// Maximum number of waiting requests in the current epoch of the check for scaling down.
     peak_queue_length: u64,
     /// Number of consecutive calm epochs, without the current one.
@@ -71,19 +71,19 @@ pub struct LoadMonitor {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct EpochCheckTimes {
+struct NextLoadCheckTimes {
     previous_check_time: u64,
     next_check_time: u64,
 }
 
-impl EpochCheckTimes {
-    fn new(now: u64, epoch: EpochLength) -> Self {
+impl NextLoadCheckTimes {
+    fn new(now: u64, epoch: LoadCheckInterval) -> Self {
         Self { previous_check_time: now, next_check_time: now.saturating_add(epoch.0.get()) }
     }
 
     /// Returns the time of the previous check if a check is due at `now`, and schedules the next one. Checks that were
     /// missed are not repeated.
-    fn advance_if_due(&mut self, now: u64, epoch: EpochLength) -> Option<u64> {
+    fn schedule_next_check_if_due(&mut self, now: u64, epoch: LoadCheckInterval) -> Option<u64> {
         if now < self.next_check_time {
             return None;
         }
@@ -97,12 +97,12 @@ impl EpochCheckTimes {
 impl LoadMonitor {
     /// Enables scaling up, or changes its condition. The first check is one epoch after `now`.
     pub fn enable_scale_up(&mut self, now: u64, condition: ScaleUpCondition) {
-        self.scale_up_check = Some((condition, EpochCheckTimes::new(now, condition.epoch_length)));
+        self.scale_up_check = Some((condition, NextLoadCheckTimes::new(now, condition.epoch_length)));
     }
 
     /// Enables scaling down, or changes its condition. The first check is one epoch after `now`.
     pub fn enable_scale_down(&mut self, now: u64, condition: ScaleDownCondition) {
-        self.scale_down_check = Some((condition, EpochCheckTimes::new(now, condition.epoch_length)));
+        self.scale_down_check = Some((condition, NextLoadCheckTimes::new(now, condition.epoch_length)));
         (self.peak_queue_length, self.calm_epoch_count) = (0, 0);
     }
 
@@ -131,8 +131,8 @@ impl LoadMonitor {
         oldest_arrival_time: Option<u64>,
         peak_queue_length: u64,
     ) -> Option<LoadHint> {
-        let needs_more_cores = self.check_scale_up(now, oldest_arrival_time);
-        let needs_fewer_cores = self.check_scale_down(now, peak_queue_length);
+        let needs_more_cores = self.check_whether_to_scale_up(now, oldest_arrival_time);
+        let needs_fewer_cores = self.check_whether_to_scale_down(now, peak_queue_length);
         if self.is_hint_in_flight || !(needs_more_cores || needs_fewer_cores) {
             return None;
         }
@@ -141,16 +141,18 @@ impl LoadMonitor {
         Some(if needs_more_cores { LoadHint::ScaleUp } else { LoadHint::ScaleDown })
     }
 
-    fn check_scale_up(&mut self, now: u64, oldest_arrival_time: Option<u64>) -> bool {
+    fn check_whether_to_scale_up(&mut self, now: u64, oldest_arrival_time: Option<u64>) -> bool {
         let Some((condition, checks)) = &mut self.scale_up_check else { return false };
-        let Some(previous_check_time) = checks.advance_if_due(now, condition.epoch_length) else { return false };
+        let Some(previous_check_time) = checks.schedule_next_check_if_due(now, condition.epoch_length) else {
+            return false;
+        };
         oldest_arrival_time.is_some_and(|arrival_time| arrival_time <= previous_check_time)
     }
 
-    fn check_scale_down(&mut self, now: u64, peak_queue_length: u64) -> bool {
+    fn check_whether_to_scale_down(&mut self, now: u64, peak_queue_length: u64) -> bool {
         let Some((condition, checks)) = &mut self.scale_down_check else { return false };
         self.peak_queue_length = self.peak_queue_length.max(peak_queue_length);
-        if checks.advance_if_due(now, condition.epoch_length).is_none() {
+        if checks.schedule_next_check_if_due(now, condition.epoch_length).is_none() {
             return false;
         }
         let is_calm = std::mem::take(&mut self.peak_queue_length) <= condition.max_calm_queue_length;
@@ -178,8 +180,8 @@ mod tests {
 
     use super::*;
 
-    fn epoch_length(length: u64) -> EpochLength {
-        EpochLength::new(NonZeroU64::new(length).unwrap())
+    fn epoch_length(length: u64) -> LoadCheckInterval {
+        LoadCheckInterval::new(NonZeroU64::new(length).unwrap())
     }
 
     fn create_monitor(
@@ -220,7 +222,7 @@ mod tests {
         let mut monitor = LoadMonitor::default();
         assert_eq!((monitor.next_check_time(), monitor.check_for_hint(1000, Some(0), 9)), (None, None));
         let condition = ScaleDownCondition {
-            epoch_length: EpochLength::power_of_two(6).unwrap(),
+            epoch_length: LoadCheckInterval::power_of_two(6).unwrap(),
             max_calm_queue_length: 2,
             required_calm_epochs: 1,
         };
@@ -228,14 +230,17 @@ mod tests {
         assert_eq!(monitor.next_check_time(), Some(1064));
         assert_eq!(monitor.check_for_hint(1063, Some(0), 3), None);
         assert_eq!(monitor.check_for_hint(1064, None, 0), None, "3 waited in this epoch");
-        monitor.enable_scale_up(1064, ScaleUpCondition { epoch_length: EpochLength::power_of_two(4).unwrap() });
+        monitor.enable_scale_up(1064, ScaleUpCondition { epoch_length: LoadCheckInterval::power_of_two(4).unwrap() });
         assert_eq!(monitor.next_check_time(), Some(1080));
         monitor.disable_hint(LoadHint::ScaleUp);
         assert_eq!(monitor.check_for_hint(1128, Some(0), 2), Some(LoadHint::ScaleDown));
         monitor.rearm_hints();
         monitor.disable_hint(LoadHint::ScaleDown);
         assert_eq!((monitor.next_check_time(), monitor.check_for_hint(2000, Some(0), 0)), (None, None));
-        assert_eq!((EpochLength::power_of_two(0), EpochLength::power_of_two(64)), (Some(epoch_length(1)), None));
+        assert_eq!(
+            (LoadCheckInterval::power_of_two(0), LoadCheckInterval::power_of_two(64)),
+            (Some(epoch_length(1)), None)
+        );
     }
 
     #[test]

@@ -21,20 +21,21 @@ mod stealing;
 mod weight;
 
 pub use assignment::{
-    CoreAllocator, CoreAssignmentChange, CoreAssignmentMode, InvalidReservedCores, ReservedCores, UnknownAssignmentMode,
+    CoreAllocator, CoreAssignmentChange, CoreAssignmentMode, InvalidReservedCores, ReservedCores,
+    UnknownCoreAssignmentMode,
 };
 pub use class_bounds::{ClassBoundedShortestQueue, OutstandingBoundsByClass};
 pub use feo::{
-    DispatchRateLimit, EligibilityRule, FirstEligibleOut, FirstEligibleOutConfig, FirstEligibleOutConfigError,
-    MAX_SCHEDULED_SERVICES, MAX_SHARE_WEIGHT, MemberRanking, SchedulingGroupConfig, SchedulingParameters,
-    ServiceQueueConfig,
+    DispatchEligibilityRule, DispatchRateLimit, FirstEligibleOutConfig, FirstEligibleOutConfigError,
+    FirstEligibleOutScheduler, MAX_SCHEDULED_SERVICES, MAX_SHARE_WEIGHT, SchedulingGroupConfig,
+    SchedulingMemberRanking, SchedulingParameters, ServiceQueueConfig,
 };
 pub use jbsrq::{JoinBoundedShortestRankedQueue, RequestSubmitEffects};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
 pub use least::{TournamentKey, TournamentTree};
-pub use load_monitor::{EpochLength, LoadHint, LoadMonitor, ScaleDownCondition, ScaleUpCondition};
-pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, RankedService};
+pub use load_monitor::{LoadCheckInterval, LoadHint, LoadMonitor, ScaleDownCondition, ScaleUpCondition};
+pub use ranks::{CoreRankRule, InvalidRankLambda, RankArrays, RankLambda, RankedService, RequestFeedbackError};
 pub use repair::{LearnedServiceTime, WorkerStallDetector, expired_request_indexes};
 pub use rss::{RssDispatcher, assign_buckets_to_cores};
 pub use spread::{RandomDispatcher, RoundRobinDispatcher};
@@ -64,7 +65,7 @@ pub struct ReleasedRequest {
 }
 
 /// Dispatcher at the NIC, which selects the core that serves each request.
-pub trait Dispatcher {
+pub trait RequestDispatcher {
     /// Returns the core for a request that arrived at `now`, or `None` if the request waits at the NIC in its service's
     /// queue.
     fn place_request(&mut self, now: u64, header: &DispatchHeader) -> Option<u16>;

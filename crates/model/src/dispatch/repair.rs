@@ -51,7 +51,7 @@ pub struct LearnedServiceTime {
 }
 
 /// Weight of the newest check in the average. After 7 checks with responses, half of the old average is replaced.
-const NEWEST_CHECK_WEIGHT: f64 = 0.1;
+const NEWEST_RESPONSE_CHECK_WEIGHT: f64 = 0.1;
 
 impl LearnedServiceTime {
     /// Returns an average that starts with the expected service time `time`.
@@ -63,9 +63,10 @@ impl LearnedServiceTime {
     pub fn add_service_times(&mut self, service_time_sum_ns: u64, response_count: u64) {
         if response_count > 0 {
             let check_mean_ns = service_time_sum_ns as f64 / response_count as f64;
-            self.mean_ns = Some(
-                self.mean_ns.map_or(check_mean_ns, |mean_ns| mean_ns + NEWEST_CHECK_WEIGHT * (check_mean_ns - mean_ns)),
-            );
+            self.mean_ns =
+                Some(self.mean_ns.map_or(check_mean_ns, |mean_ns| {
+                    mean_ns + NEWEST_RESPONSE_CHECK_WEIGHT * (check_mean_ns - mean_ns)
+                }));
         }
     }
 

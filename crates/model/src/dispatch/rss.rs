@@ -1,6 +1,6 @@
 //! Dispatchers `rss` and `rss-rebalanced`, which hash connections to buckets that belong to cores.
 
-use super::{DispatchHeader, Dispatcher, TournamentTree};
+use super::{DispatchHeader, RequestDispatcher, TournamentTree};
 use crate::rss::IndirectionTable;
 
 /// Dispatcher by RSS, whose indirection table maps all requests of a connection to the same core by their RSS hash.
@@ -26,7 +26,7 @@ impl RssDispatcher {
     }
 }
 
-impl Dispatcher for RssDispatcher {
+impl RequestDispatcher for RssDispatcher {
     #[inline]
     fn place_request(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         Some(self.indirection_table.queue_for_hash(header.flow_hash))

@@ -1,7 +1,7 @@
 //! Dispatchers `random` and `rr`, which spread requests over the cores regardless of their load (d-FCFS(r) and
 //! d-FCFS(rr) in Turbo, HPCA'23, Sect. III).
 
-use super::{DispatchHeader, Dispatcher};
+use super::{DispatchHeader, RequestDispatcher};
 
 /// Dispatcher that selects a uniformly random core by a hash of the request's header.
 #[derive(Debug, Clone)]
@@ -16,7 +16,7 @@ impl RandomDispatcher {
     }
 }
 
-impl Dispatcher for RandomDispatcher {
+impl RequestDispatcher for RandomDispatcher {
     #[inline]
     fn place_request(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         Some(scale_hash(header.request_hash, self.core_count))
@@ -45,7 +45,7 @@ impl RoundRobinDispatcher {
     }
 }
 
-impl Dispatcher for RoundRobinDispatcher {
+impl RequestDispatcher for RoundRobinDispatcher {
     #[inline]
     fn place_request(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
         let core = self.next_core_index;

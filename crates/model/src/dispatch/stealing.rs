@@ -7,7 +7,7 @@ use super::TournamentTree;
 #[derive(Debug, Clone)]
 pub struct LongestQueueStealing {
     /// Queue lengths, inverted so that the longest queue has the smallest key.
-    inverted_queue_lengths: TournamentTree<u32>,
+    inverted_queue_length_by_core: TournamentTree<u32>,
     /// State of each core, either [`IDLE_CORE_STATE`] or [`BUSY_CORE_STATE`].
     busy_state_by_core: TournamentTree<u32>,
 }
@@ -29,7 +29,7 @@ impl LongestQueueStealing {
     /// Returns a policy whose cores are idle and have empty queues.
     pub fn new(core_count: u16) -> Self {
         Self {
-            inverted_queue_lengths: TournamentTree::new(core_count, EMPTY_QUEUE_KEY),
+            inverted_queue_length_by_core: TournamentTree::new(core_count, EMPTY_QUEUE_KEY),
             busy_state_by_core: TournamentTree::new(core_count, IDLE_CORE_STATE),
         }
     }
@@ -41,14 +41,14 @@ impl LongestQueueStealing {
 
     /// Sets the number of requests in `core`'s queue, without the request in service.
     pub fn set_queue_length(&mut self, core: u16, length: u32) {
-        self.inverted_queue_lengths.set_key(core, EMPTY_QUEUE_KEY - length);
+        self.inverted_queue_length_by_core.set_key(core, EMPTY_QUEUE_KEY - length);
     }
 
     /// Returns the next transfer, from the longest queue to an idle core. Among equals, the core with the lowest index
     /// is chosen. Returns `None` if no core is idle or no request is queued.
     pub fn next_steal(&self) -> Option<RequestSteal> {
         let ((thief, busy_state), (victim, inverted_length)) =
-            (self.busy_state_by_core.least_leaf(), self.inverted_queue_lengths.least_leaf());
+            (self.busy_state_by_core.least_leaf(), self.inverted_queue_length_by_core.least_leaf());
         (busy_state == IDLE_CORE_STATE && inverted_length != EMPTY_QUEUE_KEY)
             .then_some(RequestSteal { thief_core: thief, victim_core: victim })
     }

@@ -8,25 +8,25 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RoundedServiceTime(u16);
 
-const MANTISSA_BITS: u32 = 11;
-const MANTISSA_MASK: u16 = (1 << MANTISSA_BITS) - 1;
+const SERVICE_TIME_MANTISSA_BITS: u32 = 11;
+const SERVICE_TIME_MANTISSA_MASK: u16 = (1 << SERVICE_TIME_MANTISSA_BITS) - 1;
 
 impl RoundedServiceTime {
     /// Maximum service time that can be stored (2047 << 31 ns, 73 minutes).
-    pub const MAX: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
+    pub const MAX: Duration = Duration::from_nanos((SERVICE_TIME_MANTISSA_MASK as u64) << 31);
 
     /// Returns the rounded time nearest to `time`, with an error of at most 1/2048. Longer times than the maximum count
     /// as [`RoundedServiceTime::MAX`].
     pub fn new(time: Duration) -> Self {
         let ns = time.min(Self::MAX).as_nanos() as u64;
         let significant_bits = u64::BITS - ns.leading_zeros();
-        let mut exponent = significant_bits.saturating_sub(MANTISSA_BITS);
+        let mut exponent = significant_bits.saturating_sub(SERVICE_TIME_MANTISSA_BITS);
         let mut mantissa = if exponent == 0 { ns } else { (ns >> (exponent - 1)).div_ceil(2) };
-        if mantissa > u64::from(MANTISSA_MASK) {
+        if mantissa > u64::from(SERVICE_TIME_MANTISSA_MASK) {
             mantissa >>= 1;
             exponent += 1;
         }
-        Self((exponent as u16) << MANTISSA_BITS | mantissa as u16)
+        Self((exponent as u16) << SERVICE_TIME_MANTISSA_BITS | mantissa as u16)
     }
 
     /// Returns the bits that store the rounded time in a request's entry.
@@ -41,7 +41,7 @@ impl RoundedServiceTime {
 
     /// Returns the rounded time in ns.
     pub fn as_ns(self) -> u64 {
-        u64::from(self.0 & MANTISSA_MASK) << (self.0 >> MANTISSA_BITS)
+        u64::from(self.0 & SERVICE_TIME_MANTISSA_MASK) << (self.0 >> SERVICE_TIME_MANTISSA_BITS)
     }
 }
 

@@ -2,12 +2,12 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn build_thresholds(rise: u32, fall: u32) -> VerdictThresholds {
-    VerdictThresholds::new(rise, fall).unwrap()
+fn build_thresholds(rise: u32, fall: u32) -> HealthVerdictThresholds {
+    HealthVerdictThresholds::new(rise, fall).unwrap()
 }
 
-fn verdict_after_each_result(results: &[bool], thresholds: VerdictThresholds) -> Vec<Option<HealthVerdict>> {
-    let mut tracker = HealthTracker::default();
+fn verdict_after_each_result(results: &[bool], thresholds: HealthVerdictThresholds) -> Vec<Option<HealthVerdict>> {
+    let mut tracker = ServerHealthTracker::default();
     let verdict_after_result = |has_passed: &bool| {
         tracker.record_check_result(*has_passed, thresholds);
         tracker.verdict()
@@ -52,7 +52,7 @@ fn observer_verdicts(verdicts: &[(u8, HealthVerdict)]) -> BTreeMap<u8, HealthVer
     verdicts.iter().copied().collect()
 }
 
-fn majority_verdicts_with_previous(
+fn majority_verdicts_after_previous_verdict(
     observers: &[BTreeMap<u8, HealthVerdict>],
     previous_verdict: HealthVerdict,
 ) -> Vec<(u8, HealthVerdict)> {
@@ -67,15 +67,15 @@ fn observer_majority_decides_and_a_tie_keeps_the_verdict() {
     let b = observer_verdicts(&[(1, Up), (2, Up)]);
     for previous_verdict in [Up, Down] {
         assert_eq!(
-            majority_verdicts_with_previous(&[a.clone(), b.clone()], previous_verdict),
+            majority_verdicts_after_previous_verdict(&[a.clone(), b.clone()], previous_verdict),
             [(1, Up), (2, previous_verdict)]
         );
         assert_eq!(
-            majority_verdicts_with_previous(&[a.clone(), a.clone(), b.clone()], previous_verdict),
+            majority_verdicts_after_previous_verdict(&[a.clone(), a.clone(), b.clone()], previous_verdict),
             [(1, Up), (2, Down)]
         );
     }
-    assert_eq!(majority_verdicts_with_previous(&[], Up), []);
+    assert_eq!(majority_verdicts_after_previous_verdict(&[], Up), []);
 }
 
 #[test]
@@ -84,11 +84,14 @@ fn observer_that_finds_every_server_down_is_ignored() {
     let cut_off_observer = observer_verdicts(&[(1, Down), (2, Down), (3, Down)]);
     let working_observer = observer_verdicts(&[(1, Up), (2, Down), (3, Up)]);
     assert_eq!(
-        majority_verdicts_with_previous(&[cut_off_observer.clone(), cut_off_observer.clone(), working_observer], Up),
+        majority_verdicts_after_previous_verdict(
+            &[cut_off_observer.clone(), cut_off_observer.clone(), working_observer],
+            Up
+        ),
         [(1, Up), (2, Down), (3, Up)]
     );
     assert_eq!(
-        majority_verdicts_with_previous(&[cut_off_observer.clone(), cut_off_observer], Up),
+        majority_verdicts_after_previous_verdict(&[cut_off_observer.clone(), cut_off_observer], Up),
         [(1, Down), (2, Down), (3, Down)]
     );
 }
@@ -118,7 +121,7 @@ proptest! {
 
     #[test]
     fn fewer_results_than_the_threshold_change_no_verdict(run_lengths in prop::collection::vec(1u32..3, 1..20)) {
-        let mut tracker = HealthTracker::default();
+        let mut tracker = ServerHealthTracker::default();
         let thresholds = build_thresholds(3, 3);
         tracker.record_check_result(true, thresholds);
         let mut has_passed = false;
@@ -157,16 +160,17 @@ proptest! {
         prop_assume!(observers.iter().any(|verdict_by_target| {
             verdict_by_target.values().any(|verdict| *verdict == HealthVerdict::Up)
         }));
-        let expected_verdicts = majority_verdicts_with_previous(&observers, to_verdict(!was_down_before));
+        let expected_verdicts = majority_verdicts_after_previous_verdict(&observers, to_verdict(!was_down_before));
         observers.push((0..8).map(|target| (target, HealthVerdict::Down)).collect());
-        prop_assert_eq!(majority_verdicts_with_previous(&observers, to_verdict(!was_down_before)), expected_verdicts);
+        let verdicts = majority_verdicts_after_previous_verdict(&observers, to_verdict(!was_down_before));
+        prop_assert_eq!(verdicts, expected_verdicts);
     }
 }
 
 #[test]
 fn repeated_local_faults_withdraw_the_verdict() {
-    let thresholds = VerdictThresholds::new(1, 3).unwrap();
-    let mut tracker = HealthTracker::default();
+    let thresholds = HealthVerdictThresholds::new(1, 3).unwrap();
+    let mut tracker = ServerHealthTracker::default();
     assert!(tracker.record_check_result(true, thresholds));
     assert!(!tracker.record_check_result(false, thresholds));
     assert!(!tracker.record_local_fault(thresholds));

@@ -4,10 +4,10 @@ use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use super::decision::{IdentificationChange, PacketDecision};
+use super::decision::{IpIdentificationChange, PacketDecision};
 use super::encapsulation::set_frame_macs;
 use super::flow::{FlowEntryNeed, FragmentKey};
-use super::ip_packet::{FragmentPart, IpPacket, NOT_A_SERVICE, ParseEndCounter};
+use super::ip_packet::{IpFragmentPart, IpPacket, NOT_SERVICE_COUNTER, ParseEndCounter};
 use super::packet::{self, ClientPacket, RST, SYN};
 use super::packet_ipv6::PROTOCOL_ICMPV6;
 use super::stateful::ConnectionIndexLookup;
@@ -15,7 +15,7 @@ use super::{BroadcastReason, FlowEntry, FrameOutcome, LoadBalancer, MacAddress, 
 use crate::ServerId;
 use crate::consistency::{ConsistencyMode, ServiceMigration};
 use crate::cookie::{self, Cookie};
-use crate::tuple::Protocol;
+use crate::tuple::TransportProtocol;
 
 /// Protocol number of TCP in the IP header.
 const TCP_PROTOCOL_NUMBER: u8 = 6;
@@ -24,7 +24,7 @@ pub(super) const UDP_PROTOCOL_NUMBER: u8 = 17;
 pub(super) const BROADCAST_MAC: MacAddress = [0xff; 6];
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct FrameSource {
+pub(super) struct FrameSourceAndSize {
     pub(super) mac: MacAddress,
     frame_bytes: u64,
 }
@@ -42,14 +42,14 @@ impl LoadBalancer {
         let outcome = decision.frame_outcome(service_slot_if_known);
         if decision.is_forwarded() {
             let frame_bytes = frame.len() as u64;
-            if let IdentificationChange::PreviousServerId(previous_server_id) = decision.identification {
+            if let IpIdentificationChange::PreviousServerId(previous_server_id) = decision.identification_change {
                 packet::set_identification(frame, previous_server_id);
             }
             if let Some((tsecr, value)) = &decision.new_tsecr {
                 packet::set_tsecr(frame, tsecr, *value);
             }
             let slot_and_server = outcome.service_slot.zip(outcome.server);
-            if let Err(drop_counter) = self.rewrite_for_forwarding(frame, &decision, slot_and_server, now_ns) {
+            if let Err(drop_counter) = self.rewrite_frame_for_forwarding(frame, &decision, slot_and_server, now_ns) {
                 self.count_opened_and_closed_connection(&decision, slot_and_server);
                 return PacketDecision { counter: drop_counter, ..decision }.frame_outcome(service_slot_if_known);
             }
@@ -63,7 +63,7 @@ impl LoadBalancer {
 
     /// Rewrites a frame for the service's forwarding method. If the packet must be dropped, the error is the counter
     /// for the reason.
-    fn rewrite_for_forwarding(
+    fn rewrite_frame_for_forwarding(
         &mut self,
         frame: &mut Vec<u8>,
         decision: &PacketDecision,
@@ -93,25 +93,25 @@ impl LoadBalancer {
         now_ns: u64,
         out_service_slot: &mut Option<usize>,
     ) -> Result<PacketDecision, ParseEndCounter> {
-        let frame_fields = packet::read_frame_fields(frame).ok_or(NOT_A_SERVICE)?;
+        let frame_fields = packet::read_frame_fields(frame).ok_or(NOT_SERVICE_COUNTER)?;
         if frame_fields.destination_mac != self.own_mac || !self.vips.contains(&frame_fields.vip) {
-            return Err(NOT_A_SERVICE);
+            return Err(NOT_SERVICE_COUNTER);
         }
         // In IPv6, the protocol is known only behind the extension headers.
         if frame_fields.vip.is_ipv4() && !self.is_handled_protocol(frame_fields.protocol_number) {
-            return Err(NOT_A_SERVICE);
+            return Err(NOT_SERVICE_COUNTER);
         }
         let ip_packet = packet::parse_ip(frame)?;
-        let sender = FrameSource { mac: packet::source_mac(frame), frame_bytes: frame.len() as u64 };
+        let sender = FrameSourceAndSize { mac: packet::source_mac(frame), frame_bytes: frame.len() as u64 };
         match (ip_packet.protocol_number, ip_packet.fragment_part) {
-            (PROTOCOL_ICMPV6, _) if frame_fields.protocol_number != PROTOCOL_ICMPV6 => Err(NOT_A_SERVICE),
+            (PROTOCOL_ICMPV6, _) if frame_fields.protocol_number != PROTOCOL_ICMPV6 => Err(NOT_SERVICE_COUNTER),
             (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if icmp_version_matches_ip_version(&ip_packet) => {
                 self.decide_icmp_error(&ip_packet, sender, now_ns, out_service_slot)
             }
-            (packet::PROTOCOL_ICMP, _) => Err(NOT_A_SERVICE),
-            (protocol, _) if !self.is_handled_protocol(protocol) => Err(NOT_A_SERVICE),
-            (UDP_PROTOCOL_NUMBER, FragmentPart::Later) => self.decide_later_fragment(&ip_packet, out_service_slot),
-            (UDP_PROTOCOL_NUMBER, _) | (_, FragmentPart::Whole) => {
+            (packet::PROTOCOL_ICMP, _) => Err(NOT_SERVICE_COUNTER),
+            (protocol, _) if !self.is_handled_protocol(protocol) => Err(NOT_SERVICE_COUNTER),
+            (UDP_PROTOCOL_NUMBER, IpFragmentPart::Later) => self.decide_later_fragment(&ip_packet, out_service_slot),
+            (UDP_PROTOCOL_NUMBER, _) | (_, IpFragmentPart::Whole) => {
                 self.decide_tcp_or_udp_packet(&ip_packet, &sender, now_ns, out_service_slot)
             }
             (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
@@ -122,7 +122,7 @@ impl LoadBalancer {
     fn decide_tcp_or_udp_packet(
         &mut self,
         ip_packet: &IpPacket<'_>,
-        sender: &FrameSource,
+        sender: &FrameSourceAndSize,
         now_ns: u64,
         out_service_slot: &mut Option<usize>,
     ) -> Result<PacketDecision, ParseEndCounter> {
@@ -152,7 +152,7 @@ impl LoadBalancer {
     }
 
     pub(super) fn find_service_slot(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, ParseEndCounter> {
-        self.service_slot_by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
+        self.service_slot_by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_SERVICE_COUNTER)
     }
 
     fn decide_later_fragment(
@@ -161,7 +161,7 @@ impl LoadBalancer {
         out_service_slot: &mut Option<usize>,
     ) -> Result<PacketDecision, ParseEndCounter> {
         let fragment_target =
-            self.fragment_targets.get(&FragmentKey::from_packet(ip_packet)).filter(|(service_slot, id)| {
+            self.slot_and_server_by_fragment.get(&FragmentKey::from_packet(ip_packet)).filter(|(service_slot, id)| {
                 self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
             });
         let (service_slot, id) = *fragment_target.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
@@ -175,10 +175,10 @@ impl LoadBalancer {
         service_slot: usize,
         decision: &PacketDecision,
     ) {
-        if let (FragmentPart::First, true, Some(server)) =
+        if let (IpFragmentPart::First, true, Some(server)) =
             (ip_packet.fragment_part, decision.is_forwarded(), decision.server)
         {
-            self.fragment_targets.insert(FragmentKey::from_packet(ip_packet), (service_slot, server));
+            self.slot_and_server_by_fragment.insert(FragmentKey::from_packet(ip_packet), (service_slot, server));
         }
     }
 
@@ -206,17 +206,17 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         packet: &ClientPacket,
-        sender: &FrameSource,
+        sender: &FrameSourceAndSize,
         now_ns: u64,
     ) -> PacketDecision {
         let Some(migration) = self.service_in_slot(service_slot).settings.migration else {
-            return self.decide_within_mode(service_slot, packet, sender, now_ns);
+            return self.decide_by_consistency_mode(service_slot, packet, sender, now_ns);
         };
         let (other_balancer, is_syn) = (migration.other_balancer_id(), packet.tcp_flags & SYN != 0);
         if is_syn && matches!(migration, ServiceMigration::HandedOverTo(_)) {
             return self.decide_other_balancer(service_slot, other_balancer);
         }
-        let decision = self.decide_within_mode(service_slot, packet, sender, now_ns);
+        let decision = self.decide_by_consistency_mode(service_slot, packet, sender, now_ns);
         if decision.server.is_some() && !is_syn {
             decision.with_previous_server(other_balancer.get())
         } else {
@@ -249,11 +249,11 @@ impl LoadBalancer {
         PacketDecision { server: None, ..decision }
     }
 
-    fn decide_within_mode(
+    fn decide_by_consistency_mode(
         &mut self,
         service_slot: usize,
         packet: &ClientPacket,
-        sender: &FrameSource,
+        sender: &FrameSourceAndSize,
         now_ns: u64,
     ) -> PacketDecision {
         let service = self.service_in_slot(service_slot);
@@ -307,7 +307,7 @@ impl LoadBalancer {
         counter: intf::lb_counter,
     ) -> PacketDecision {
         let service = self.services[service_slot].as_mut().expect("in the directory");
-        let recent_placements = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent_placements);
+        let recent_placements = (packet.protocol == TransportProtocol::Tcp).then_some(&mut self.recent_placements);
         match service.select_server(service_slot, recent_placements, &packet.four_tuple()) {
             Some(id) => self
                 .decide_delivery_to_server(service_slot, id, counter)
@@ -321,11 +321,11 @@ impl LoadBalancer {
         service_slot: usize,
         packet: &ClientPacket,
         tsecr: u32,
-        sender: &FrameSource,
+        sender: &FrameSourceAndSize,
         now_ns: u64,
     ) -> PacketDecision {
         let tuple = packet.four_tuple();
-        match cookie::decode_cookie(&self.keys, &tuple, tsecr) {
+        match cookie::decode_cookie(&self.cookie_keys, &tuple, tsecr) {
             Cookie::Server(id) if self.service_in_slot(service_slot).server(id).is_some() => self
                 .decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ESTABLISHED)
                 .with_closes_connection(packet.is_closing()),
@@ -383,7 +383,7 @@ impl LoadBalancer {
 
     fn bucket_flow_entry(&self, service_slot: usize, packet: &ClientPacket) -> Option<FlowEntry> {
         self.service_in_slot(service_slot)
-            .placement
+            .installed_table
             .as_ref()
             .and_then(|placement| placement.flow_entry_of_bucket(&packet.four_tuple()))
     }
@@ -430,7 +430,7 @@ impl LoadBalancer {
         let service = self.service_in_slot(service_slot);
         let is_beamer = service.settings.consistency == ConsistencyMode::Beamer;
         let flow_entry =
-            if is_beamer && !service.has_flows { None } else { self.find_packet_flow(service_slot, packet) };
+            if is_beamer && !service.has_flows { None } else { self.find_flow_of_packet(service_slot, packet) };
         if let Some(entry) = flow_entry.filter(|entry| self.may_receive_packet(service_slot, entry.server, is_syn)) {
             return self
                 .decide_delivery_to_server(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE)
@@ -465,11 +465,11 @@ impl LoadBalancer {
 
     fn decide_by_hash_table(&mut self, service_slot: usize, packet: &ClientPacket) -> PacketDecision {
         let is_syn = packet.tcp_flags & SYN != 0;
-        let is_udp = packet.protocol == Protocol::Udp;
+        let is_udp = packet.protocol == TransportProtocol::Udp;
         // A datagram without a known flow opens one.
         let opens_flow = is_syn || is_udp;
         let flow_entry = self
-            .find_packet_flow(service_slot, packet)
+            .find_flow_of_packet(service_slot, packet)
             .filter(|entry| self.may_receive_packet(service_slot, entry.server, is_syn));
         if let Some(entry) =
             flow_entry.filter(|entry| !is_udp || !self.service_in_slot(service_slot).is_server_down(entry.server))

@@ -2,13 +2,13 @@
 
 use coreward_intf as intf;
 
-use super::packet::TimestampField;
+use super::packet::TcpTimestampField;
 use super::{FrameOutcome, MacAddress, XdpVerdict};
 use crate::ServerId;
 
 /// Change of the identification field in the IP header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum IdentificationChange {
+pub(super) enum IpIdentificationChange {
     Unchanged,
     /// The field gets the id of the bucket's previous server, or `NO_SERVER` for none.
     PreviousServerId(u16),
@@ -20,9 +20,9 @@ pub(super) struct PacketDecision {
     pub counter: intf::lb_counter,
     pub destination_mac: MacAddress,
     pub server: Option<ServerId>,
-    pub identification: IdentificationChange,
+    pub identification_change: IpIdentificationChange,
     /// Position of the TSecr to be replaced, and its new value.
-    pub new_tsecr: Option<(TimestampField, u32)>,
+    pub new_tsecr: Option<(TcpTimestampField, u32)>,
     pub extra_event: Option<intf::lb_event>,
     /// Whether the placement rule selected the server of a new connection.
     pub opens_connection: bool,
@@ -36,7 +36,7 @@ impl PacketDecision {
             counter,
             destination_mac: [0; 6],
             server: None,
-            identification: IdentificationChange::Unchanged,
+            identification_change: IpIdentificationChange::Unchanged,
             new_tsecr: None,
             extra_event: None,
             opens_connection: false,
@@ -48,7 +48,7 @@ impl PacketDecision {
         Self { destination_mac, ..Self::from_counter(counter) }
     }
 
-    pub fn with_tsecr(self, tsecr: TimestampField, value: u32) -> Self {
+    pub fn with_new_tsecr(self, tsecr: TcpTimestampField, value: u32) -> Self {
         Self { new_tsecr: Some((tsecr, value)), ..self }
     }
 
@@ -60,8 +60,8 @@ impl PacketDecision {
         Self { closes_connection, ..self }
     }
 
-    pub fn with_identification(self, identification: IdentificationChange) -> Self {
-        Self { identification, ..self }
+    pub fn with_identification_change(self, identification: IpIdentificationChange) -> Self {
+        Self { identification_change: identification, ..self }
     }
 
     pub fn with_extra_event(self, event: intf::lb_event) -> Self {
@@ -73,7 +73,7 @@ impl PacketDecision {
     }
 
     pub fn with_previous_server(self, previous_server_id: u16) -> Self {
-        Self { identification: IdentificationChange::PreviousServerId(previous_server_id), ..self }
+        Self { identification_change: IpIdentificationChange::PreviousServerId(previous_server_id), ..self }
     }
 
     pub fn is_forwarded(&self) -> bool {
@@ -84,6 +84,12 @@ impl PacketDecision {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
         let syn_table_entry = self.new_tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
         let syn_table_entry = syn_table_entry.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
-        FrameOutcome { counter: self.counter, service_slot, server, syn_table_entry, event: self.extra_event }
+        FrameOutcome {
+            counter: self.counter,
+            service_slot,
+            server,
+            syn_table_entry_index: syn_table_entry,
+            event: self.extra_event,
+        }
     }
 }

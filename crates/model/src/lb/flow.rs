@@ -9,13 +9,13 @@ use coreward_intf as intf;
 use super::LoadBalancer;
 use super::ip_packet::IpPacket;
 use super::packet::ClientPacket;
-use crate::connection_table::{ClockTicks, ConnectionHash};
-use crate::tuple::Protocol;
+use crate::connection_table::{ConnectionHash, DecisecondTicks};
+use crate::tuple::TransportProtocol;
 use crate::{FourTuple, ServerId};
 
-const ENTRIES_PER_SET: usize = intf::FLOW_SET_ENTRIES as usize;
+const FLOW_ENTRIES_PER_SET: usize = intf::FLOW_SET_ENTRIES as usize;
 /// Number of 64-bit words in a set of the flow table, which are `flow` and `use` of `struct flow_set`.
-const WORDS_PER_SET: usize = size_of::<intf::flow_set>() / size_of::<u64>();
+const WORDS_PER_FLOW_SET: usize = size_of::<intf::flow_set>() / size_of::<u64>();
 
 /// Entry of the flow table, which has the server of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -137,7 +137,7 @@ pub(super) struct FlowTable {
 pub(super) struct FlowKey {
     hash: ConnectionHash,
     service_slot: u64,
-    protocol: Protocol,
+    protocol: TransportProtocol,
 }
 
 impl FlowKey {
@@ -146,15 +146,15 @@ impl FlowKey {
     }
 }
 
-fn service_slot_in_use_word(use_word: u64) -> u64 {
+fn service_slot_from_use_word(use_word: u64) -> u64 {
     use_word >> intf::FLOW_SERVICE_SHIFT & 0xffff
 }
 
-fn ticks_since_last_use(use_word: u64, now: ClockTicks) -> u64 {
+fn ticks_since_last_use(use_word: u64, now: DecisecondTicks) -> u64 {
     (now.0.wrapping_sub(use_word as u32) as i32).max(0) as u64
 }
 
-fn is_flow_idle(use_word: u64, now: ClockTicks) -> bool {
+fn is_flow_idle(use_word: u64, now: DecisecondTicks) -> bool {
     let idle_limit_ticks =
         if use_word >> intf::FLOW_UDP_SHIFT & 1 == 1 { intf::FLOW_IDLE_UDP_TICKS } else { intf::FLOW_IDLE_TCP_TICKS };
     ticks_since_last_use(use_word, now) > u64::from(idle_limit_ticks)
@@ -163,7 +163,7 @@ fn is_flow_idle(use_word: u64, now: ClockTicks) -> bool {
 impl FlowTable {
     /// Returns an empty table of `set_count` sets (at least 1).
     pub fn new(set_count: u32) -> Self {
-        Self { table_words: vec![0; set_count as usize * WORDS_PER_SET] }
+        Self { table_words: vec![0; set_count as usize * WORDS_PER_FLOW_SET] }
     }
 
     pub fn table_words(&self) -> &[u64] {
@@ -171,13 +171,13 @@ impl FlowTable {
     }
 
     fn flow_set_mut(&mut self, key: FlowKey) -> (&mut [u64], &mut [u64]) {
-        let set_count = (self.table_words.len() / WORDS_PER_SET) as u64;
+        let set_count = (self.table_words.len() / WORDS_PER_FLOW_SET) as u64;
         let set_index = ((u64::from(key.hash.low_half()) * set_count) >> 32) as usize;
-        self.table_words[set_index * WORDS_PER_SET..][..WORDS_PER_SET].split_at_mut(ENTRIES_PER_SET)
+        self.table_words[set_index * WORDS_PER_FLOW_SET..][..WORDS_PER_FLOW_SET].split_at_mut(FLOW_ENTRIES_PER_SET)
     }
 
     /// Returns the entry of a flow that has not been idle for too long, and marks it as used at `now`.
-    pub fn find_entry(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
+    pub fn find_entry(&mut self, key: FlowKey, now: DecisecondTicks) -> Option<FlowEntry> {
         let (flow_words, use_words) = self.flow_set_mut(key);
         let entry_index =
             flow_words.iter().position(|flow_word| flow_word >> intf::FLOW_TAG_SHIFT == key.flow_tag())?;
@@ -189,7 +189,13 @@ impl FlowTable {
     }
 
     /// Inserts or changes the entry of a flow. Returns false if the entry is a hint for which there is no room.
-    pub fn insert_entry(&mut self, key: FlowKey, entry: FlowEntry, entry_need: FlowEntryNeed, now: ClockTicks) -> bool {
+    pub fn insert_entry(
+        &mut self,
+        key: FlowKey,
+        entry: FlowEntry,
+        entry_need: FlowEntryNeed,
+        now: DecisecondTicks,
+    ) -> bool {
         let (flow_words, use_words) = self.flow_set_mut(key);
         // Criteria for the replacement of an entry, the most important first.
         let replacement_rank = |position: usize| {
@@ -197,11 +203,11 @@ impl FlowTable {
             let is_same_flow = flow_word >> intf::FLOW_TAG_SHIFT == key.flow_tag();
             let is_replaceable = flow_word == 0 || is_flow_idle(use_word, now);
             let is_hint = use_word >> intf::FLOW_HINT_SHIFT & 1 == 1;
-            let is_own_service = service_slot_in_use_word(use_word) == key.service_slot;
+            let is_own_service = service_slot_from_use_word(use_word) == key.service_slot;
             let same_service_count = use_words
                 .iter()
                 .filter(|other_use_word| {
-                    service_slot_in_use_word(**other_use_word) == service_slot_in_use_word(use_word)
+                    service_slot_from_use_word(**other_use_word) == service_slot_from_use_word(use_word)
                 })
                 .count();
             let is_half_open =
@@ -216,34 +222,36 @@ impl FlowTable {
                 ticks_since_last_use(use_word, now),
             )
         };
-        let entry_index =
-            (0..ENTRIES_PER_SET).rev().max_by_key(|position| replacement_rank(*position)).expect("a set has entries");
+        let entry_index = (0..FLOW_ENTRIES_PER_SET)
+            .rev()
+            .max_by_key(|position| replacement_rank(*position))
+            .expect("a set has entries");
         let (is_flow, is_free, is_hint, ..) = replacement_rank(entry_index);
         if entry_need == FlowEntryNeed::Hint && !(is_flow || is_free || is_hint) {
             return false;
         }
         flow_words[entry_index] = key.flow_tag() << intf::FLOW_TAG_SHIFT | entry.encode_flow_word_low_bits();
         use_words[entry_index] = u64::from(entry_need == FlowEntryNeed::Hint) << intf::FLOW_HINT_SHIFT
-            | u64::from(key.protocol == Protocol::Udp) << intf::FLOW_UDP_SHIFT
+            | u64::from(key.protocol == TransportProtocol::Udp) << intf::FLOW_UDP_SHIFT
             | key.service_slot << intf::FLOW_SERVICE_SHIFT
             | u64::from(now.0);
         true
     }
 
     pub fn remove_flows_of_service(&mut self, service_slot: usize) {
-        for set in self.table_words.chunks_mut(WORDS_PER_SET) {
-            let (flow_words, use_words) = set.split_at_mut(ENTRIES_PER_SET);
+        for set in self.table_words.chunks_mut(WORDS_PER_FLOW_SET) {
+            let (flow_words, use_words) = set.split_at_mut(FLOW_ENTRIES_PER_SET);
             let flows_of_service = flow_words
                 .iter_mut()
                 .zip(use_words)
-                .filter(|(_, use_word)| service_slot_in_use_word(**use_word) == service_slot as u64);
+                .filter(|(_, use_word)| service_slot_from_use_word(**use_word) == service_slot as u64);
             flows_of_service.for_each(|(flow_word, _)| *flow_word = 0);
         }
     }
 }
 
 impl LoadBalancer {
-    fn build_flow_key(&self, service_slot: usize, tuple: &FourTuple, protocol: Protocol) -> FlowKey {
+    fn build_flow_key(&self, service_slot: usize, tuple: &FourTuple, protocol: TransportProtocol) -> FlowKey {
         let hash = self.connection_hash(service_slot, tuple);
         FlowKey { hash, service_slot: service_slot as u64, protocol }
     }
@@ -253,20 +261,20 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         tuple: &FourTuple,
-        protocol: Protocol,
+        protocol: TransportProtocol,
     ) -> Option<FlowEntry> {
         let key = self.build_flow_key(service_slot, tuple, protocol);
         self.flow_table.find_entry(key, self.connection_table_state.now)
     }
 
-    pub(super) fn find_packet_flow(&mut self, service_slot: usize, packet: &ClientPacket) -> Option<FlowEntry> {
+    pub(super) fn find_flow_of_packet(&mut self, service_slot: usize, packet: &ClientPacket) -> Option<FlowEntry> {
         self.find_flow(service_slot, &packet.four_tuple(), packet.protocol)
     }
 
     /// Returns the flow entry of an unstamped connection to a service with LB-side stamping, or `None` for a stamped
     /// one.
     pub(super) fn find_unstamped_flow(&mut self, service_slot: usize, packet: &ClientPacket) -> Option<FlowEntry> {
-        self.find_packet_flow(service_slot, packet).filter(|entry| entry.handshake != HandshakeState::Stamped)
+        self.find_flow_of_packet(service_slot, packet).filter(|entry| entry.handshake != HandshakeState::Stamped)
     }
 
     /// Inserts the flow of a packet. Returns false if the entry is a hint for which there is no room.

@@ -5,14 +5,14 @@ use std::net::IpAddr;
 use coreward_intf as intf;
 
 use super::LoadBalancer;
-use super::decide::{FrameSource, UDP_PROTOCOL_NUMBER};
+use super::decide::{FrameSourceAndSize, UDP_PROTOCOL_NUMBER};
 use super::decision::PacketDecision;
 use super::ip_packet::{IpPacket, ParseEndCounter};
 use super::packet;
 use super::stateful::ConnectionIndexLookup;
 use crate::cookie::{self, Cookie};
 use crate::lb_stamping;
-use crate::tuple::Protocol;
+use crate::tuple::TransportProtocol;
 use crate::{FourTuple, ServerId};
 
 impl LoadBalancer {
@@ -21,7 +21,7 @@ impl LoadBalancer {
     pub(super) fn decide_icmp_error(
         &mut self,
         ip_packet: &IpPacket<'_>,
-        sender: FrameSource,
+        sender: FrameSourceAndSize,
         now_ns: u64,
         out_service_slot: &mut Option<usize>,
     ) -> Result<PacketDecision, ParseEndCounter> {
@@ -29,13 +29,14 @@ impl LoadBalancer {
         let service_slot = self.find_service_slot(quote.vip.ip(), quote.vip.port(), quote.protocol_number)?;
         *out_service_slot = Some(service_slot);
         let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
-        let protocol = if quote.protocol_number == UDP_PROTOCOL_NUMBER { Protocol::Udp } else { Protocol::Tcp };
-        if let Some(id) = self.quoted_lb_stamped_server(service_slot, &tuple, protocol, quote.tsval) {
+        let protocol =
+            if quote.protocol_number == UDP_PROTOCOL_NUMBER { TransportProtocol::Udp } else { TransportProtocol::Tcp };
+        if let Some(id) = self.find_server_by_quoted_tsval(service_slot, &tuple, protocol, quote.tsval) {
             return Ok(self.decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
         }
         let cookie_tsval = quote.tsval.filter(|_| self.service_in_slot(service_slot).has_cookies());
         let mut extra_event = None;
-        match cookie_tsval.map(|value| cookie::decode_cookie(&self.keys, &tuple, value)) {
+        match cookie_tsval.map(|value| cookie::decode_cookie(&self.cookie_keys, &tuple, value)) {
             Some(Cookie::Server(id)) if self.service_in_slot(service_slot).server(id).is_some() => {
                 return Ok(self.decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
             }
@@ -61,18 +62,18 @@ impl LoadBalancer {
 
     /// Returns the server that the cookie in the quoted TSval names, for a service with LB-side stamping. Returns
     /// `None` for a connection in the flow table, because its TSval has no cookie.
-    fn quoted_lb_stamped_server(
+    fn find_server_by_quoted_tsval(
         &mut self,
         service_slot: usize,
         tuple: &FourTuple,
-        protocol: Protocol,
+        protocol: TransportProtocol,
         quoted_tsval: Option<u32>,
     ) -> Option<ServerId> {
         let tsval = quoted_tsval.filter(|_| self.is_lb_stamped(service_slot))?;
         if self.find_flow(service_slot, tuple, protocol).is_some() {
             return None;
         }
-        let id = lb_stamping::decode_server_id(&self.keys, tuple, tsval);
+        let id = lb_stamping::decode_server_id(&self.cookie_keys, tuple, tsval);
         self.service_in_slot(service_slot).server(id).is_some().then_some(id)
     }
 
@@ -81,7 +82,7 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         tuple: &FourTuple,
-        protocol: Protocol,
+        protocol: TransportProtocol,
         source_address: IpAddr,
         now_ns: u64,
     ) -> PacketDecision {

@@ -12,7 +12,7 @@ pub(super) const MIN_QUOTED_PAYLOAD_BYTES: usize = 8;
 /// Counter of a packet whose parsing ends early. The counter also identifies the reason.
 pub(super) type ParseEndCounter = intf::lb_counter;
 /// Counter of a packet that belongs to no service.
-pub(super) const NOT_A_SERVICE: ParseEndCounter = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+pub(super) const NOT_SERVICE_COUNTER: ParseEndCounter = intf::LB_COUNTER_PASSED_NOT_SERVICE;
 
 pub(super) fn u16_at(frame: &[u8], offset: usize) -> u16 {
     u16::from_be_bytes([frame[offset], frame[offset + 1]])
@@ -31,7 +31,7 @@ pub(super) struct FrameFields {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum FragmentPart {
+pub(super) enum IpFragmentPart {
     Whole,
     /// First of several fragments, which has the transport header.
     First,
@@ -44,7 +44,7 @@ pub(super) struct IpPacket<'a> {
     pub vip: IpAddr,
     pub protocol_number: u8,
     pub identification: u32,
-    pub fragment_part: FragmentPart,
+    pub fragment_part: IpFragmentPart,
     /// Offset of the transport header from the start of the frame.
     pub transport_offset: usize,
     /// Bytes from the end of the IP headers to the end of the IP packet.

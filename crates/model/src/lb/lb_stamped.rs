@@ -4,16 +4,16 @@ use std::collections::HashMap;
 
 use coreward_intf as intf;
 
-use super::decision::{IdentificationChange, PacketDecision};
+use super::decision::{IpIdentificationChange, PacketDecision};
 use super::flow::{FlowEntryNeed, HandshakeState};
-use super::ip_packet::{FragmentPart, ParseEndCounter};
+use super::ip_packet::{IpFragmentPart, ParseEndCounter};
 use super::packet::{self, ClientPacket, RST, SYN};
 use super::{FlowEntry, FrameOutcome, LoadBalancer, MacAddress, ServerMapEntry};
-use crate::consistency::TimestampOrigin;
+use crate::consistency::CookieStamper;
 use crate::cookie::{CookieKey, FleetCookieKeys};
 use crate::key_activation;
-use crate::lb_stamping::{self, ConnectionOffsets, ServerClock, connection_word};
-use crate::tuple::Protocol;
+use crate::lb_stamping::{self, ConnectionClockOffsets, ServerClock, connection_word};
+use crate::tuple::TransportProtocol;
 use crate::{FourTuple, ServerId};
 
 /// Server that sends replies from a source MAC address, with the TSval clock of these replies.
@@ -35,7 +35,7 @@ pub(super) struct LbStampingState {
     /// Last known source MAC address of each server's replies, by service slot.
     mac_by_server: HashMap<(usize, ServerId), MacAddress>,
     time_key_by_slot: HashMap<usize, CookieKey>,
-    connection_offsets: ConnectionOffsets,
+    connection_clock_offsets: ConnectionClockOffsets,
 }
 
 impl LbStampingState {
@@ -111,7 +111,7 @@ impl LbStampingState {
 impl LoadBalancer {
     /// Sets the key that masks the time in a service's cookies.
     pub fn set_time_key(&mut self, service_slot: usize, key: CookieKey) {
-        self.lb_stamping.set_time_key(service_slot, key);
+        self.lb_stamping_state.set_time_key(service_slot, key);
     }
 
     /// Returns each source MAC address of a service's replies, with its server.
@@ -120,7 +120,7 @@ impl LoadBalancer {
             move |((service_slot, mac), stamped_server): (&(usize, MacAddress), &LbStampedServer)| {
                 (*service_slot == service).then_some((*mac, *stamped_server))
             };
-        self.lb_stamping.server_by_mac.iter().filter_map(entry_if_of_service)
+        self.lb_stamping_state.server_by_mac.iter().filter_map(entry_if_of_service)
     }
 
     pub(super) fn now_ms(&self) -> u32 {
@@ -128,7 +128,7 @@ impl LoadBalancer {
     }
 
     pub(super) fn is_lb_stamped(&self, service_slot: usize) -> bool {
-        self.service_in_slot(service_slot).settings.timestamps == TimestampOrigin::LoadBalancer
+        self.service_in_slot(service_slot).settings.timestamps == CookieStamper::LoadBalancer
     }
 
     pub(super) fn update_lb_stamped_server(
@@ -138,9 +138,9 @@ impl LoadBalancer {
         server: Option<ServerMapEntry>,
     ) {
         match server {
-            None => self.lb_stamping.remove_server(service_slot, id),
+            None => self.lb_stamping_state.remove_server(service_slot, id),
             Some(ServerMapEntry { mac: Some(mac), is_eligible }) if self.is_lb_stamped(service_slot) => {
-                self.lb_stamping.update_server_mac(service_slot, id, mac, is_eligible);
+                self.lb_stamping_state.update_server_mac(service_slot, id, mac, is_eligible);
             }
             Some(_) => {}
         }
@@ -154,10 +154,11 @@ impl LoadBalancer {
             counter: intf::LB_COUNTER_REPLY_UNCHANGED,
             service_slot: Some(service_slot),
             server: None,
-            syn_table_entry: None,
+            syn_table_entry_index: None,
             event: None,
         };
-        let (Ok(packet), Some(mut stamped_server)) = (packet, self.lb_stamping.server_by_mac.get(&key).copied()) else {
+        let (Ok(packet), Some(mut stamped_server)) = (packet, self.lb_stamping_state.server_by_mac.get(&key).copied())
+        else {
             return Some(outcome);
         };
         if self.is_syn_ack_of_second_server(service_slot, &packet, stamped_server.server) {
@@ -182,7 +183,7 @@ impl LoadBalancer {
             packet::set_tsecr(frame, &tsval, stamped_tsval);
             outcome.counter = intf::LB_COUNTER_REPLY_STAMPED;
         }
-        self.lb_stamping.server_by_mac.insert(key, stamped_server);
+        self.lb_stamping_state.server_by_mac.insert(key, stamped_server);
         Some(outcome)
     }
 
@@ -192,7 +193,9 @@ impl LoadBalancer {
     fn parse_reply(&self, frame: &[u8]) -> Option<(usize, Result<ClientPacket, ParseEndCounter>)> {
         packet::read_frame_fields(frame).filter(|frame_fields| frame_fields.destination_mac == self.own_mac)?;
         let ip_packet = packet::parse_ip(frame).ok()?;
-        if ip_packet.protocol_number != Protocol::Tcp.iana_number() || ip_packet.fragment_part != FragmentPart::Whole {
+        if ip_packet.protocol_number != TransportProtocol::Tcp.iana_number()
+            || ip_packet.fragment_part != IpFragmentPart::Whole
+        {
             return None;
         }
         let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
@@ -265,15 +268,17 @@ impl LoadBalancer {
         let (tuple, now_ms) = (packet.four_tuple(), self.now_ms());
         let hash = self.connection_hash(service_slot, &tuple);
         let offset_ms = stamped_server.clock.record_stamped_reply(
-            &mut self.lb_stamping.connection_offsets,
+            &mut self.lb_stamping_state.connection_clock_offsets,
             hash,
             server_tsval_ms,
             now_ms,
         );
-        let keys = self.keys.keys_for_tsval(server_tsval_ms.wrapping_sub(offset_ms), self.lb_stamping.key_switch_ms);
+        let keys = self
+            .cookie_keys
+            .keys_for_tsval(server_tsval_ms.wrapping_sub(offset_ms), self.lb_stamping_state.key_switch_ms);
         lb_stamping::stamp_tsval(
             &keys,
-            &self.lb_stamping.time_key(service_slot),
+            &self.lb_stamping_state.time_key(service_slot),
             &tuple,
             stamped_server.server,
             server_tsval_ms,
@@ -305,22 +310,23 @@ impl LoadBalancer {
             }
             return match self.decide_by_bucket(service_slot, packet) {
                 (None, _) if is_syn => self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
-                (_, decision) => decision.with_identification(IdentificationChange::Unchanged),
+                (_, decision) => decision.with_identification_change(IpIdentificationChange::Unchanged),
             };
         };
         let tuple = packet.four_tuple();
-        let id = lb_stamping::decode_server_id(&self.keys, &tuple, tsecr.timestamp_value);
+        let id = lb_stamping::decode_server_id(&self.cookie_keys, &tuple, tsecr.timestamp_value);
         let Some(server) = self.service_in_slot(service_slot).server(id) else {
             return PacketDecision::from_counter(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
         };
         let decision = self
             .decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ESTABLISHED)
             .with_closes_connection(packet.is_closing());
-        let lb_stamped_server = server.mac.and_then(|mac| self.lb_stamping.server_by_mac.get(&(service_slot, mac)));
+        let lb_stamped_server =
+            server.mac.and_then(|mac| self.lb_stamping_state.server_by_mac.get(&(service_slot, mac)));
         let restored_tsecr = lb_stamped_server.map_or(tsecr.timestamp_value, |stamped_server| {
             self.restore_tsecr(service_slot, &tuple, tsecr.timestamp_value, stamped_server)
         });
-        decision.with_tsecr(tsecr, restored_tsecr)
+        decision.with_new_tsecr(tsecr, restored_tsecr)
     }
 
     /// Returns whether a client's packet belongs to a stamped connection despite its flow entry, and if so, changes the
@@ -330,7 +336,7 @@ impl LoadBalancer {
         if !entry.handshake.is_half_open() || entry.handshake.is_answered_by(tsecr.timestamp_value) {
             return false;
         }
-        let id = lb_stamping::decode_server_id(&self.keys, &packet.four_tuple(), tsecr.timestamp_value);
+        let id = lb_stamping::decode_server_id(&self.cookie_keys, &packet.four_tuple(), tsecr.timestamp_value);
         let is_known = self.service_in_slot(service_slot).server(id).is_some();
         if is_known {
             let stamped_entry = FlowEntry { handshake: HandshakeState::Stamped, ..FlowEntry::for_server(id) };
@@ -348,10 +354,11 @@ impl LoadBalancer {
         stamped_server: &LbStampedServer,
     ) -> u32 {
         let hash = self.connection_hash(service_slot, tuple);
-        let offset_ms = stamped_server.clock.connection_offset_ms(&self.lb_stamping.connection_offsets, hash);
+        let offset_ms =
+            stamped_server.clock.connection_offset_ms(&self.lb_stamping_state.connection_clock_offsets, hash);
         offset_ms.map_or(0, |offset_ms| {
             let server_clock_ms = self.now_ms().wrapping_add(offset_ms);
-            lb_stamping::restore_tsval(&self.lb_stamping.time_key(service_slot), tuple, tsecr, server_clock_ms)
+            lb_stamping::restore_tsval(&self.lb_stamping_state.time_key(service_slot), tuple, tsecr, server_clock_ms)
         })
     }
 }

@@ -37,8 +37,10 @@ use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use crate::connection_table::{ClockTicks, Connection, ConnectionIndex, ConnectionTableSize, TableOwnerNumber};
-use crate::consistency::{ConsistencyMode, ServiceMigration, ServiceSettings, TimestampOrigin};
+use crate::connection_table::{
+    ConnectionEntry, ConnectionIndex, ConnectionTableSize, DecisecondTicks, TableOwnerNumber,
+};
+use crate::consistency::{ConsistencyMode, CookieStamper, ServiceMigration, ServiceSettings};
 use crate::cookie::{CookieKey, FleetCookieKeys};
 use crate::placement::PlacementTable;
 use crate::vlan::Vlan;
@@ -92,7 +94,7 @@ pub struct FrameOutcome {
     /// Server to which the frame was sent, if any.
     pub server: Option<ServerId>,
     /// Index of the connection table entry that the TSecr of a SYN carries to the server, if any.
-    pub syn_table_entry: Option<u32>,
+    pub syn_table_entry_index: Option<u32>,
     /// Additional event that was counted for the frame (`enum lb_event`), if any.
     pub event: Option<intf::lb_event>,
 }
@@ -142,7 +144,7 @@ struct ServiceState {
     /// Servers that are down according to the load balancer's own checks.
     locally_down_servers: HashSet<ServerId>,
     down_servers: HashSet<ServerId>,
-    placement: Option<InstalledPlacementTable>,
+    installed_table: Option<InstalledPlacementTable>,
     /// Counter of the placement rule `RoundRobin`, which continues when a new table is installed.
     round_robin_counter: u64,
     /// Whether a SYN has inserted a flow of the service into the flow table.
@@ -157,7 +159,7 @@ impl ServiceState {
             servers: vec![None; ServerId::COUNT],
             locally_down_servers: HashSet::new(),
             down_servers: HashSet::new(),
-            placement: None,
+            installed_table: None,
             round_robin_counter: 0,
             has_flows: false,
         }
@@ -168,7 +170,7 @@ impl ServiceState {
     }
 
     fn has_cookies(&self) -> bool {
-        self.settings.timestamps == TimestampOrigin::Server
+        self.settings.timestamps == CookieStamper::Server
             && matches!(self.settings.consistency, ConsistencyMode::Stateless | ConsistencyMode::Stateful)
     }
 
@@ -182,13 +184,13 @@ impl ServiceState {
     }
 
     /// Returns whether a server that the placement table selected can take a new connection.
-    fn is_eligible_with_mac(&self, id: ServerId) -> bool {
+    fn is_eligible_with_known_mac(&self, id: ServerId) -> bool {
         self.server(id).is_some_and(|server| server.mac.is_some() && server.is_eligible)
     }
 
     /// Returns whether a server that was found without the placement table takes new connections.
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.is_eligible_with_mac(id) && !self.is_server_down(id)
+        self.is_eligible_with_known_mac(id) && !self.is_server_down(id)
     }
 
     fn is_server_down(&self, id: ServerId) -> bool {
@@ -218,20 +220,20 @@ pub struct LoadBalancerSettings {
 pub struct LoadBalancer {
     settings: LoadBalancerSettings,
     own_mac: MacAddress,
-    keys: FleetCookieKeys,
+    cookie_keys: FleetCookieKeys,
     services: Vec<Option<ServiceState>>,
     service_slot_by_address: HashMap<(IpAddr, u16, u8), usize>,
     vips: HashSet<IpAddr>,
     recent_placements: RecentPlacements,
     flow_table: FlowTable,
     broadcast_limiter: BroadcastLimiter,
-    fragment_targets: HashMap<FragmentKey, (usize, ServerId)>,
+    slot_and_server_by_fragment: HashMap<FragmentKey, (usize, ServerId)>,
     tunnel_by_server: HashMap<ServerId, TunnelEndpoint>,
     vlan_by_server: HashMap<ServerId, Vlan>,
     /// VLAN in which packets of each service are broadcast, by service slot.
     broadcast_vlan_by_slot: HashMap<usize, Option<Vlan>>,
     connection_table_state: ConnectionTableState,
-    lb_stamping: LbStampingState,
+    lb_stamping_state: LbStampingState,
     traffic_by_server: HashMap<ServerId, ServerTraffic>,
     /// Number of new connections by service slot.
     opened_connection_count_by_slot: HashMap<usize, u64>,
@@ -239,26 +241,26 @@ pub struct LoadBalancer {
 
 impl LoadBalancer {
     /// Returns a load balancer without services.
-    pub fn new(settings: LoadBalancerSettings, own_mac: MacAddress, keys: FleetCookieKeys) -> Self {
+    pub fn new(settings: LoadBalancerSettings, own_mac: MacAddress, cookie_keys: FleetCookieKeys) -> Self {
         let zero_key = CookieKey { k0: 0, k1: 0 };
-        let mut lb_stamping = LbStampingState::default();
-        lb_stamping.set_cookie_keys(FleetCookieKeys { keys: [zero_key; 2], ..keys }, &keys, 0);
+        let mut lb_stamping_state = LbStampingState::default();
+        lb_stamping_state.set_cookie_keys(FleetCookieKeys { keys: [zero_key; 2], ..cookie_keys }, &cookie_keys, 0);
         Self {
             settings,
             own_mac,
-            keys,
+            cookie_keys,
             services: (0..intf::MAX_SERVICES).map(|_| None).collect(),
             service_slot_by_address: HashMap::new(),
             vips: HashSet::new(),
             recent_placements: RecentPlacements::default(),
             flow_table: FlowTable::new(settings.flow_set_count),
             broadcast_limiter: BroadcastLimiter::default(),
-            fragment_targets: HashMap::new(),
+            slot_and_server_by_fragment: HashMap::new(),
             tunnel_by_server: HashMap::new(),
             vlan_by_server: HashMap::new(),
             broadcast_vlan_by_slot: HashMap::new(),
             connection_table_state: ConnectionTableState::new(settings.connection_table_size),
-            lb_stamping,
+            lb_stamping_state,
             traffic_by_server: HashMap::new(),
             opened_connection_count_by_slot: HashMap::new(),
         }
@@ -267,8 +269,8 @@ impl LoadBalancer {
     /// Sets the keys of the fleet's cookies.
     pub fn set_cookie_keys(&mut self, keys: FleetCookieKeys) {
         let now_ms = self.now_ms();
-        self.lb_stamping.set_cookie_keys(self.keys, &keys, now_ms);
-        self.keys = keys;
+        self.lb_stamping_state.set_cookie_keys(self.cookie_keys, &keys, now_ms);
+        self.cookie_keys = keys;
     }
 
     /// Sets the outer header fields that are the same for all servers.
@@ -282,7 +284,7 @@ impl LoadBalancer {
     }
 
     /// Sets whether packets and bytes are counted for each server.
-    pub fn set_traffic_counting(&mut self, is_enabled: bool) {
+    pub fn set_server_traffic_counting(&mut self, is_enabled: bool) {
         self.settings.counts_traffic = is_enabled;
     }
 
@@ -306,7 +308,7 @@ impl LoadBalancer {
             old_stateful_slots.into_iter().filter(|service_slot| !new_stateful_slots.contains(service_slot)).collect();
         self.connection_table_state.free_entries_of_services(&formerly_stateful_slots);
         let service_slots: Vec<usize> =
-            services.iter().map(|(address, mode)| self.find_or_allocate_slot(*address, *mode)).collect();
+            services.iter().map(|(address, mode)| self.find_or_allocate_service_slot(*address, *mode)).collect();
         self.service_slot_by_address.clear();
         self.vips.clear();
         for ((address, _), service_slot) in services.iter().zip(&service_slots) {
@@ -324,7 +326,7 @@ impl LoadBalancer {
         (0..self.services.len()).filter(is_stateful_slot).collect()
     }
 
-    fn find_or_allocate_slot(&mut self, address: ServiceAddress, mode: ServiceSettings) -> usize {
+    fn find_or_allocate_service_slot(&mut self, address: ServiceAddress, mode: ServiceSettings) -> usize {
         let has_address =
             |service: &Option<ServiceState>| service.as_ref().is_some_and(|service| service.service_address == address);
         if let Some(service_slot) = self.services.iter().position(has_address) {
@@ -334,8 +336,8 @@ impl LoadBalancer {
         self.services[free_slot] = Some(ServiceState::new(address, mode));
         // Remove the flows of the service that previously had the slot.
         self.flow_table.remove_flows_of_service(free_slot);
-        self.fragment_targets.retain(|_, (service_slot, _)| *service_slot != free_slot);
-        self.lb_stamping.remove_state_of_service(free_slot);
+        self.slot_and_server_by_fragment.retain(|_, (service_slot, _)| *service_slot != free_slot);
+        self.lb_stamping_state.remove_state_of_service(free_slot);
         self.opened_connection_count_by_slot.remove(&free_slot);
         free_slot
     }
@@ -370,12 +372,12 @@ impl LoadBalancer {
     pub fn install_table(&mut self, service_slot: usize, table: PlacementTable) {
         let service = self.service_in_slot_mut(service_slot);
         service.down_servers = table.down_servers.iter().copied().collect();
-        service.placement = Some(InstalledPlacementTable::new(table));
+        service.installed_table = Some(InstalledPlacementTable::new(table));
     }
 
     /// Sets the time (ns) at which the taken tokens of the selected token buckets will be refilled.
-    pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
-        self.broadcast_limiter.set_paid_until(buckets, paid_until_ns);
+    pub fn set_token_bucket_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
+        self.broadcast_limiter.set_token_bucket_paid_until(buckets, paid_until_ns);
     }
 
     /// Sets the key of the connection hash of the connection table. Callers set it before the first connection.
@@ -394,33 +396,33 @@ impl LoadBalancer {
     }
 
     /// Sets the reachability of another load balancer that has a connection table.
-    pub fn set_other_owner(&mut self, number: TableOwnerNumber, owner: TableOwnerReachability) {
-        self.connection_table_state.owners[usize::from(number.get())] = owner;
+    pub fn set_other_owner_reachability(&mut self, number: TableOwnerNumber, owner: TableOwnerReachability) {
+        self.connection_table_state.reachability_by_owner[usize::from(number.get())] = owner;
     }
 
     /// Sets the time of the clock that timestamps the entries of the connection table.
-    pub fn set_clock(&mut self, now: ClockTicks) {
+    pub fn set_current_time(&mut self, now: DecisecondTicks) {
         self.connection_table_state.now = now;
     }
 
     /// Records that user space has swept the connection table at the current time.
-    pub fn record_sweep(&mut self) {
+    pub fn record_connection_table_sweep(&mut self) {
         self.connection_table_state.last_sweep = self.connection_table_state.now;
     }
 
     /// Returns all connections that have an entry in the connection table.
-    pub fn connections(&self) -> impl Iterator<Item = Connection> + '_ {
+    pub fn connections(&self) -> impl Iterator<Item = ConnectionEntry> + '_ {
         self.connection_table_state.connections()
     }
 
     /// Returns the connection in the entry at `index`, or `None` if the entry is free.
-    pub fn connection_at(&self, index: ConnectionIndex) -> Option<Connection> {
+    pub fn connection_at(&self, index: ConnectionIndex) -> Option<ConnectionEntry> {
         self.connection_table_state.connection_at(index)
     }
 
     /// Frees the entries of these connections. Entries that belong to another connection by now, or got a packet,
     /// remain.
-    pub fn free_unchanged_connections(&mut self, connections: &[Connection]) {
+    pub fn free_unchanged_connections(&mut self, connections: &[ConnectionEntry]) {
         self.connection_table_state.free_unchanged_connections(connections);
     }
 
@@ -430,11 +432,11 @@ impl LoadBalancer {
     }
 
     /// Returns the number of connections assigned to each core since the service's placement table was installed.
-    pub fn assigned_connection_counts(&self, service_slot: usize) -> &[u32] {
+    pub fn assigned_connections_by_core_slot(&self, service_slot: usize) -> &[u32] {
         self.service_in_slot(service_slot)
-            .placement
+            .installed_table
             .as_ref()
-            .map_or(&[], |placement| &placement.state.assigned_connection_counts)
+            .map_or(&[], |placement| &placement.state.assigned_connections_by_core_slot)
     }
 
     /// Returns the service's counter of the placement rule `RoundRobin`.
@@ -463,7 +465,7 @@ impl LoadBalancer {
     }
 
     /// Returns the words of the BPF map `recent_placements`.
-    pub fn recent_placements(&self) -> &[u64] {
+    pub fn recent_placement_words(&self) -> &[u64] {
         self.recent_placements.cache_words()
     }
 

@@ -5,13 +5,13 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::ip_packet::{
-    ETHERNET_HEADER_BYTES, FragmentPart, FrameFields, ICMP_HEADER_BYTES, IpPacket, MIN_QUOTED_PAYLOAD_BYTES,
-    NOT_A_SERVICE, ParseEndCounter, QuotedPacket, u16_at, u32_at,
+    ETHERNET_HEADER_BYTES, FrameFields, ICMP_HEADER_BYTES, IpFragmentPart, IpPacket, MIN_QUOTED_PAYLOAD_BYTES,
+    NOT_SERVICE_COUNTER, ParseEndCounter, QuotedPacket, u16_at, u32_at,
 };
 use super::packet_ipv6::{self, PROTOCOL_ICMPV6};
 use super::timestamp_option::{MalformedTcpOptions, TCP_HEADER_BYTES, quoted_tsval, timestamp_option_offset};
 use crate::FourTuple;
-use crate::tuple::Protocol;
+use crate::tuple::TransportProtocol;
 
 pub(super) const IPV4_HEADER_BYTES: usize = 20;
 pub(super) const ETHERTYPE_IPV4: u16 = 0x0800;
@@ -53,11 +53,11 @@ pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     })
 }
 
-fn read_fragment_part(packet: &[u8]) -> FragmentPart {
+fn read_fragment_part(packet: &[u8]) -> IpFragmentPart {
     match u16_at(packet, 6) {
-        field if field & FRAGMENT_OFFSET_MASK != 0 => FragmentPart::Later,
-        field if field & MORE_FRAGMENTS_FLAG != 0 => FragmentPart::First,
-        _ => FragmentPart::Whole,
+        field if field & FRAGMENT_OFFSET_MASK != 0 => IpFragmentPart::Later,
+        field if field & MORE_FRAGMENTS_FLAG != 0 => IpFragmentPart::First,
+        _ => IpFragmentPart::Whole,
     }
 }
 
@@ -108,27 +108,27 @@ pub(super) fn parse_ports(
 pub(super) struct ClientPacket {
     pub client: SocketAddr,
     pub vip: SocketAddr,
-    pub protocol: Protocol,
+    pub protocol: TransportProtocol,
     pub tcp_flags: u8,
     /// TSecr of the packet, if it has a timestamp option.
-    pub tsecr: Option<TimestampField>,
+    pub tsecr: Option<TcpTimestampField>,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct TimestampField {
+pub(super) struct TcpTimestampField {
     pub timestamp_value: u32,
     /// Offset of the TCP header in the frame.
     transport_offset: usize,
-    field_offset: usize,
+    offset_in_tcp_header: usize,
 }
 
-impl TimestampField {
+impl TcpTimestampField {
     /// Returns the TSval that precedes this TSecr in the frame, with its position.
-    pub fn preceding_tsval(self, frame: &[u8]) -> TimestampField {
-        let tsval_offset = self.field_offset - 4;
-        TimestampField {
+    pub fn preceding_tsval(self, frame: &[u8]) -> TcpTimestampField {
+        let tsval_offset = self.offset_in_tcp_header - 4;
+        TcpTimestampField {
             timestamp_value: u32_at(frame, self.transport_offset + tsval_offset),
-            field_offset: tsval_offset,
+            offset_in_tcp_header: tsval_offset,
             ..self
         }
     }
@@ -182,17 +182,17 @@ fn parse_tcp_header(
     let options = &segment[TCP_HEADER_BYTES..header_bytes];
     let tsecr =
         timestamp_option_offset(options).map_err(|MalformedTcpOptions| MALFORMED_TCP_COUNTER)?.map(|option_offset| {
-            TimestampField {
+            TcpTimestampField {
                 timestamp_value: u32_at(options, option_offset + 6),
                 transport_offset: packet.transport_offset,
-                field_offset: TCP_HEADER_BYTES + option_offset + 6,
+                offset_in_tcp_header: TCP_HEADER_BYTES + option_offset + 6,
             }
         });
     let (client, vip) = (
         SocketAddr::new(packet.client, source_and_destination_port.0),
         SocketAddr::new(packet.vip, source_and_destination_port.1),
     );
-    Ok(ClientPacket { client, vip, protocol: Protocol::Tcp, tcp_flags: flags, tsecr })
+    Ok(ClientPacket { client, vip, protocol: TransportProtocol::Tcp, tcp_flags: flags, tsecr })
 }
 
 /// Parses the UDP header of a client's datagram or first fragment, whose ports have already been parsed.
@@ -206,7 +206,7 @@ pub(super) fn parse_udp(
     }
     let datagram_bytes = usize::from(u16_at(packet.payload, 4));
     if datagram_bytes < UDP_HEADER_BYTES
-        || packet.fragment_part == FragmentPart::Whole && datagram_bytes > packet.payload.len()
+        || packet.fragment_part == IpFragmentPart::Whole && datagram_bytes > packet.payload.len()
     {
         return Err(MALFORMED_UDP_COUNTER);
     }
@@ -214,7 +214,7 @@ pub(super) fn parse_udp(
         SocketAddr::new(packet.client, source_and_destination_port.0),
         SocketAddr::new(packet.vip, source_and_destination_port.1),
     );
-    Ok(ClientPacket { client, vip, protocol: Protocol::Udp, tcp_flags: 0, tsecr: None })
+    Ok(ClientPacket { client, vip, protocol: TransportProtocol::Udp, tcp_flags: 0, tsecr: None })
 }
 
 pub(super) fn parse_quoted_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
@@ -223,15 +223,15 @@ pub(super) fn parse_quoted_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket,
 
 fn parse_quoted_ipv4_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
     const MALFORMED_ICMP_COUNTER: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
-    if packet.fragment_part != FragmentPart::Whole {
-        return Err(NOT_A_SERVICE);
+    if packet.fragment_part != IpFragmentPart::Whole {
+        return Err(NOT_SERVICE_COUNTER);
     }
     let message = packet.payload;
     if message.len() < ICMP_HEADER_BYTES {
         return Err(MALFORMED_ICMP_COUNTER);
     }
     if !ICMP_ERROR_TYPES.contains(&message[0]) {
-        return Err(NOT_A_SERVICE);
+        return Err(NOT_SERVICE_COUNTER);
     }
     let quoted_packet = &message[ICMP_HEADER_BYTES..];
     if quoted_packet.len() < IPV4_HEADER_BYTES {
@@ -241,15 +241,19 @@ fn parse_quoted_ipv4_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, Parse
     if quoted_packet.len() < header_bytes + MIN_QUOTED_PAYLOAD_BYTES {
         return Err(MALFORMED_ICMP_COUNTER);
     }
-    if ipv4_address_at(quoted_packet, 12) != packet.vip || read_fragment_part(quoted_packet) == FragmentPart::Later {
-        return Err(NOT_A_SERVICE);
+    if ipv4_address_at(quoted_packet, 12) != packet.vip || read_fragment_part(quoted_packet) == IpFragmentPart::Later {
+        return Err(NOT_SERVICE_COUNTER);
     }
     let quoted_segment = &quoted_packet[header_bytes..];
     Ok(QuotedPacket {
         protocol_number: quoted_packet[9],
         client: SocketAddr::new(ipv4_address_at(quoted_packet, 16), u16_at(quoted_segment, 2)),
         vip: SocketAddr::new(packet.vip, u16_at(quoted_segment, 0)),
-        tsval: if quoted_packet[9] == Protocol::Tcp.iana_number() { quoted_tsval(quoted_segment) } else { None },
+        tsval: if quoted_packet[9] == TransportProtocol::Tcp.iana_number() {
+            quoted_tsval(quoted_segment)
+        } else {
+            None
+        },
     })
 }
 
@@ -270,13 +274,14 @@ fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
 }
 
 /// Sets the TSecr, or the TSval, at the position `tsecr` to `value`, and updates the TCP checksum.
-pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &TimestampField, value: u32) {
-    let (value_offset, checksum_offset) = (tsecr.transport_offset + tsecr.field_offset, tsecr.transport_offset + 16);
+pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &TcpTimestampField, value: u32) {
+    let (value_offset, checksum_offset) =
+        (tsecr.transport_offset + tsecr.offset_in_tcp_header, tsecr.transport_offset + 16);
     for half_offset in [0, 2] {
         let (old_half, new_half) =
             (u16_at(frame, value_offset + half_offset), (value >> (16 - 8 * half_offset)) as u16);
         // At an odd offset both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
-        let is_odd_offset = !tsecr.field_offset.is_multiple_of(2);
+        let is_odd_offset = !tsecr.offset_in_tcp_header.is_multiple_of(2);
         let to_checksum_byte_order = |value_half: u16| if is_odd_offset { value_half.swap_bytes() } else { value_half };
         let new_checksum = updated_checksum(
             u16_at(frame, checksum_offset),
@@ -312,7 +317,7 @@ pub(super) fn read_traffic_class(frame: &[u8]) -> u8 {
 pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
     let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol_number)
-        && packet.fragment_part != FragmentPart::Later;
+        && packet.fragment_part != IpFragmentPart::Later;
     let ports = packet.payload.get(..4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
     (packet.client, ports.unwrap_or_default())
 }

@@ -5,11 +5,11 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::ip_packet::{
-    ETHERNET_HEADER_BYTES, FragmentPart, FrameFields, ICMP_HEADER_BYTES, IpPacket, MIN_QUOTED_PAYLOAD_BYTES,
-    NOT_A_SERVICE, ParseEndCounter, QuotedPacket, u16_at,
+    ETHERNET_HEADER_BYTES, FrameFields, ICMP_HEADER_BYTES, IpFragmentPart, IpPacket, MIN_QUOTED_PAYLOAD_BYTES,
+    NOT_SERVICE_COUNTER, ParseEndCounter, QuotedPacket, u16_at,
 };
 use super::timestamp_option::quoted_tsval;
-use crate::tuple::Protocol;
+use crate::tuple::TransportProtocol;
 
 pub(super) const ETHERTYPE_IPV6: u16 = 0x86dd;
 pub(super) const IPV6_HEADER_BYTES: usize = 40;
@@ -65,7 +65,7 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> 
 /// Transport header at the end of a chain of extension headers, with its position.
 struct TransportHeaderPosition {
     protocol_number: u8,
-    fragment_part: FragmentPart,
+    fragment_part: IpFragmentPart,
     /// Identification of a fragmented datagram, or 0 for an unfragmented one.
     identification: u32,
     /// Offset of the transport header from the start of the IPv6 header.
@@ -93,7 +93,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<TransportHeaderPosition, Pars
         }
         // An atomic fragment is a whole packet, whose fragment bits are 0 except the reserved ones (RFC 6946).
         if header_number == FRAGMENT_HEADER_PROTOCOL && field & !0x6 != 0 {
-            let fragment_part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::Later };
+            let fragment_part = if field & !0x7 == 0 { IpFragmentPart::First } else { IpFragmentPart::Later };
             let identification = packet.get(offset - 4..offset).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
             let identification = u32::from_be_bytes(identification.try_into().expect("four bytes"));
             return Ok(TransportHeaderPosition {
@@ -106,7 +106,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<TransportHeaderPosition, Pars
     }
     Ok(TransportHeaderPosition {
         protocol_number: next_header,
-        fragment_part: FragmentPart::Whole,
+        fragment_part: IpFragmentPart::Whole,
         identification: 0,
         transport_offset: offset,
     })
@@ -119,23 +119,24 @@ pub(super) fn parse_quoted_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket,
         return Err(MALFORMED_ICMP_COUNTER);
     }
     if !ICMPV6_ERROR_TYPES.contains(&message[0]) {
-        return Err(NOT_A_SERVICE);
+        return Err(NOT_SERVICE_COUNTER);
     }
     let quoted_packet = &message[ICMP_HEADER_BYTES..];
     if quoted_packet.len() < IPV6_HEADER_BYTES + MIN_QUOTED_PAYLOAD_BYTES || quoted_packet[0] >> 4 != 6 {
         return Err(MALFORMED_ICMP_COUNTER);
     }
     let protocol = quoted_packet[6];
-    if ipv6_address_at(quoted_packet, 8) != packet.vip || !Protocol::ALL.map(Protocol::iana_number).contains(&protocol)
+    if ipv6_address_at(quoted_packet, 8) != packet.vip
+        || !TransportProtocol::ALL.map(TransportProtocol::iana_number).contains(&protocol)
     {
-        return Err(NOT_A_SERVICE);
+        return Err(NOT_SERVICE_COUNTER);
     }
     let quoted_segment = &quoted_packet[IPV6_HEADER_BYTES..];
     Ok(QuotedPacket {
         protocol_number: protocol,
         client: SocketAddr::new(ipv6_address_at(quoted_packet, 24), u16_at(quoted_segment, 2)),
         vip: SocketAddr::new(packet.vip, u16_at(quoted_segment, 0)),
-        tsval: if protocol == Protocol::Tcp.iana_number() { quoted_tsval(quoted_segment) } else { None },
+        tsval: if protocol == TransportProtocol::Tcp.iana_number() { quoted_tsval(quoted_segment) } else { None },
     })
 }
 

@@ -4,7 +4,7 @@
 use coreward_intf as intf;
 
 use super::{FlowEntry, ServiceState};
-use crate::placement::{PlacementRule, PlacementTable, PlacementTableState, draw_two_below, mix_hash};
+use crate::placement::{PlacementRule, PlacementTable, PlacementTableState, draw_two_numbers_below, mix_hash};
 use crate::rss::ToeplitzTables;
 use crate::{FourTuple, ServerId};
 
@@ -14,18 +14,19 @@ const MAX_FALLBACK_MEMBERS: usize = 16;
 #[derive(Debug, Clone)]
 pub(super) struct InstalledPlacementTable {
     placement_table: PlacementTable,
-    toeplitz_tables: Vec<ToeplitzTables>,
+    toeplitz_tables_by_group: Vec<ToeplitzTables>,
     pub state: PlacementTableState,
 }
 
 impl InstalledPlacementTable {
     pub fn new(placement_table: PlacementTable) -> Self {
-        let toeplitz_tables = placement_table.rss_key_by_group.iter().map(|key| key.toeplitz_tables()).collect();
-        Self { state: PlacementTableState::for_table(&placement_table), toeplitz_tables, placement_table }
+        let toeplitz_tables_by_group =
+            placement_table.rss_key_by_group.iter().map(|key| key.toeplitz_tables()).collect();
+        Self { state: PlacementTableState::for_table(&placement_table), toeplitz_tables_by_group, placement_table }
     }
 
     fn toeplitz_hash(&self, group: usize, tuple: &FourTuple) -> u32 {
-        self.toeplitz_tables[group].hash_four_tuple(&tuple.bytes())
+        self.toeplitz_tables_by_group[group].hash_four_tuple(&tuple.bytes())
     }
 
     /// Returns whether the placement rule can select different servers for packets of the same connection.
@@ -40,8 +41,9 @@ impl InstalledPlacementTable {
             return None;
         }
         let bucket_index = self.placement_table.bucket_count.bucket_of_hash(self.toeplitz_hash(0, tuple)) as usize;
-        let server = *self.placement_table.consistent_servers.get(bucket_index)?;
-        let previous_server = self.placement_table.previous_consistent_servers.get(bucket_index).copied().flatten();
+        let server = *self.placement_table.consistent_server_by_bucket.get(bucket_index)?;
+        let previous_server =
+            self.placement_table.previous_consistent_server_by_bucket.get(bucket_index).copied().flatten();
         Some(FlowEntry { previous_server, ..FlowEntry::for_server(server) })
     }
 }
@@ -91,10 +93,10 @@ impl ServiceState {
         tuple: &FourTuple,
     ) -> Option<ServerId> {
         // The placement is taken out of the service while the service's servers are borrowed.
-        let mut installed_table = self.placement.take()?;
+        let mut installed_table = self.installed_table.take()?;
         let selected_server =
             self.select_server_from_table(&mut installed_table, service_slot, recent_placements, tuple);
-        self.placement = Some(installed_table);
+        self.installed_table = Some(installed_table);
         selected_server
     }
 
@@ -114,19 +116,19 @@ impl ServiceState {
         let mut recent_placements = recent_placements.filter(|_| placement.has_stateful_rule());
         if let Some(recent_placements) = &mut recent_placements
             && let Some(id) = recent_placements.find_server(hash, key)
-            && self.is_eligible_with_mac(id)
+            && self.is_eligible_with_known_mac(id)
         {
             return Some(id);
         }
         placement.state.round_robin_counter = self.round_robin_counter;
-        let selected_server = placement.placement_table.select_and_count_server(
+        let selected_server = placement.placement_table.select_server_and_count_connection(
             &mut placement.state,
-            |group| placement.toeplitz_tables[group].hash_four_tuple(&bytes),
-            |id| self.is_eligible_with_mac(id),
+            |group| placement.toeplitz_tables_by_group[group].hash_four_tuple(&bytes),
+            |id| self.is_eligible_with_known_mac(id),
         );
         self.round_robin_counter = placement.state.round_robin_counter;
         let id = selected_server
-            .filter(|id| self.is_eligible_with_mac(*id))
+            .filter(|id| self.is_eligible_with_known_mac(*id))
             .or_else(|| self.choose_fallback_server(&placement.placement_table, hash))?;
         if let Some(recent_placements) = recent_placements {
             *recent_placements.entry_mut(hash) = key | u64::from(id.get());
@@ -136,9 +138,9 @@ impl ServiceState {
 
     /// Returns the next member that can take a connection, starting from a member that the hash selects.
     fn choose_fallback_server(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
-        let (start, _) = draw_two_below(mix_hash(hash), table.members.len() as u32);
+        let (start, _) = draw_two_numbers_below(mix_hash(hash), table.members.len() as u32);
         let fallback_members =
             table.members.iter().cycle().skip(start as usize).take(MAX_FALLBACK_MEMBERS.min(table.members.len()));
-        fallback_members.map(|member| member.server).find(|id| self.is_eligible_with_mac(*id))
+        fallback_members.map(|member| member.server).find(|id| self.is_eligible_with_known_mac(*id))
     }
 }

@@ -12,7 +12,7 @@ use crate::cookie::CookieKey;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenBucketRate {
     /// Interval in which one token is added to the bucket.
-    pub interval_ns: u64,
+    pub token_interval_ns: u64,
     /// Maximum time by which tokens may be taken in advance, which sets the size of a burst.
     pub burst_ns: u64,
 }
@@ -31,7 +31,7 @@ impl TokenBucket {
         if start_ns - now_ns > rate.burst_ns {
             return false;
         }
-        self.paid_until_ns = start_ns.wrapping_add(rate.interval_ns);
+        self.paid_until_ns = start_ns.wrapping_add(rate.token_interval_ns);
         true
     }
 }
@@ -66,24 +66,24 @@ pub enum TokenBucketSelector {
 impl TokenBucketSelector {
     /// Returns the indexes of the buckets that [`EveryEighthSourceFrom(first_index)`](Self::EveryEighthSourceFrom)
     /// selects.
-    pub fn source_bucket_indexes(first_index: usize) -> impl Iterator<Item = usize> {
+    pub fn source_token_bucket_indexes(first_index: usize) -> impl Iterator<Item = usize> {
         (first_index % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
     }
 }
 
 #[derive(Debug)]
 pub(super) struct BroadcastLimiter {
-    source_buckets: Vec<TokenBucket>,
-    service_buckets: Vec<[TokenBucket; BROADCAST_REASON_COUNT]>,
-    total_buckets: [TokenBucket; BROADCAST_REASON_COUNT],
+    source_token_buckets: Vec<TokenBucket>,
+    service_token_buckets: Vec<[TokenBucket; BROADCAST_REASON_COUNT]>,
+    total_token_buckets: [TokenBucket; BROADCAST_REASON_COUNT],
 }
 
 impl Default for BroadcastLimiter {
     fn default() -> Self {
         Self {
-            source_buckets: vec![TokenBucket::default(); intf::BROADCAST_SHARDS as usize],
-            service_buckets: vec![Default::default(); intf::MAX_SERVICES as usize],
-            total_buckets: Default::default(),
+            source_token_buckets: vec![TokenBucket::default(); intf::BROADCAST_SHARDS as usize],
+            service_token_buckets: vec![Default::default(); intf::MAX_SERVICES as usize],
+            total_token_buckets: Default::default(),
         }
     }
 }
@@ -100,29 +100,30 @@ impl BroadcastLimiter {
         now_ns: u64,
     ) -> bool {
         let keyed_source = SocketAddr::new(source, (reason as u16).swap_bytes());
-        let source_bucket_index =
-            ConnectionHash::new(key, service_slot as u16, keyed_source).low_half() as usize % self.source_buckets.len();
+        let source_bucket_index = ConnectionHash::new(key, service_slot as u16, keyed_source).low_half() as usize
+            % self.source_token_buckets.len();
         let (reason, rates) = (reason as usize, rates[reason as usize]);
-        let is_source_within_rate = self.source_buckets[source_bucket_index].take_token(rates.per_source, now_ns);
+        let is_source_within_rate = self.source_token_buckets[source_bucket_index].take_token(rates.per_source, now_ns);
         // A source above its rate leaves half of the burst to other sources.
         let reduced_rate_if_source_exceeds = |rate: TokenBucketRate| TokenBucketRate {
             burst_ns: rate.burst_ns >> u32::from(!is_source_within_rate),
             ..rate
         };
-        self.service_buckets[service_slot][reason].take_token(reduced_rate_if_source_exceeds(rates.per_service), now_ns)
-            && self.total_buckets[reason].take_token(reduced_rate_if_source_exceeds(rates.total), now_ns)
+        self.service_token_buckets[service_slot][reason]
+            .take_token(reduced_rate_if_source_exceeds(rates.per_service), now_ns)
+            && self.total_token_buckets[reason].take_token(reduced_rate_if_source_exceeds(rates.total), now_ns)
     }
 
-    pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
+    pub fn set_token_bucket_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
         let bucket = TokenBucket { paid_until_ns };
         match buckets {
             TokenBucketSelector::ServiceSlot(service, reason) => {
-                self.service_buckets[service][reason as usize] = bucket
+                self.service_token_buckets[service][reason as usize] = bucket
             }
-            TokenBucketSelector::WholeLoadBalancer(reason) => self.total_buckets[reason as usize] = bucket,
+            TokenBucketSelector::WholeLoadBalancer(reason) => self.total_token_buckets[reason as usize] = bucket,
             TokenBucketSelector::EveryEighthSourceFrom(first_index) => {
-                TokenBucketSelector::source_bucket_indexes(first_index)
-                    .for_each(|index| self.source_buckets[index] = bucket)
+                TokenBucketSelector::source_token_bucket_indexes(first_index)
+                    .for_each(|index| self.source_token_buckets[index] = bucket)
             }
         }
     }
@@ -136,7 +137,7 @@ mod tests {
 
     #[test]
     fn token_bucket_allows_a_burst_and_then_the_rate() {
-        let rate = TokenBucketRate { interval_ns: 10, burst_ns: 20 };
+        let rate = TokenBucketRate { token_interval_ns: 10, burst_ns: 20 };
         let mut bucket = TokenBucket::default();
         let count_taken_tokens =
             |bucket: &mut TokenBucket, now| (0..5).filter(|_| bucket.take_token(rate, now)).count();
@@ -153,7 +154,7 @@ mod tests {
         genuine_slot_and_reason: (usize, BroadcastReason),
     ) -> usize {
         let rate_with_burst = |per_second: u64, burst: u64| TokenBucketRate {
-            interval_ns: 1_000_000_000 / per_second,
+            token_interval_ns: 1_000_000_000 / per_second,
             burst_ns: (burst - 1) * 1_000_000_000 / per_second,
         };
         let broadcast_rates = [BroadcastRates {
@@ -204,8 +205,8 @@ mod tests {
 
     #[test]
     fn total_rate_limits_all_services_together() {
-        let rate = TokenBucketRate { interval_ns: 1_000_000, burst_ns: 0 };
-        let total_rate = TokenBucketRate { interval_ns: 100_000, burst_ns: 0 };
+        let rate = TokenBucketRate { token_interval_ns: 1_000_000, burst_ns: 0 };
+        let total_rate = TokenBucketRate { token_interval_ns: 100_000, burst_ns: 0 };
         let rates = [BroadcastRates { per_source: rate, per_service: rate, total: total_rate }; BROADCAST_REASON_COUNT];
         let (mut limiter, key) =
             (BroadcastLimiter::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });

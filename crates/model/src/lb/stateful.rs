@@ -11,11 +11,11 @@ use super::decision::PacketDecision;
 use super::packet::{self, ClientPacket};
 use super::{LoadBalancer, MacAddress};
 use crate::connection_table::table::{
-    ConnectionTable, HeapTableMemory, NewConnection, RecentConnections, TakeSlotError,
+    ConnectionSlotError, ConnectionTable, HeapTableMemory, NewConnection, RecentConnections,
 };
 use crate::connection_table::{
-    ClockTicks, Connection, ConnectionHash, ConnectionIndex, ConnectionTableSize, ConnectionTimeouts, TableOwnerNumber,
-    decode_cookie_index, encode_syn_tsecr, source_prefix_counter_index,
+    ConnectionEntry, ConnectionHash, ConnectionIndex, ConnectionTableSize, ConnectionTimeouts, DecisecondTicks,
+    TableOwnerNumber, decode_cookie_index, encode_syn_tsecr, source_prefix_counter_index,
 };
 use crate::cookie::CookieKey;
 use crate::{FourTuple, ServerId};
@@ -36,9 +36,9 @@ pub enum TableOwnerReachability {
 pub(super) struct ConnectionTableState {
     pub connection_key: CookieKey,
     pub owner_number: Option<TableOwnerNumber>,
-    pub owners: [TableOwnerReachability; intf::MAX_OWNERS as usize],
-    pub now: ClockTicks,
-    pub last_sweep: ClockTicks,
+    pub reachability_by_owner: [TableOwnerReachability; intf::MAX_OWNERS as usize],
+    pub now: DecisecondTicks,
+    pub last_sweep: DecisecondTicks,
     /// Maximum number of connection table entries of one source prefix, or `None` for no limit.
     pub max_entries_per_source: Option<u32>,
     connection_table: ConnectionTable<HeapTableMemory>,
@@ -64,9 +64,9 @@ impl ConnectionTableState {
         Self {
             connection_key: CookieKey { k0: 0, k1: 0 },
             owner_number: None,
-            owners: Default::default(),
-            now: ClockTicks::default(),
-            last_sweep: ClockTicks::default(),
+            reachability_by_owner: Default::default(),
+            now: DecisecondTicks::default(),
+            last_sweep: DecisecondTicks::default(),
             max_entries_per_source: None,
             connection_table,
             recent_connections: RecentConnections::default(),
@@ -83,32 +83,32 @@ impl ConnectionTableState {
         max_entry_count.is_none_or(|limit| *self.source_entry_count_mut(client) < limit)
     }
 
-    pub fn connection_at(&self, index: ConnectionIndex) -> Option<Connection> {
+    pub fn connection_at(&self, index: ConnectionIndex) -> Option<ConnectionEntry> {
         self.connection_table.connection_at(index)
     }
 
-    pub fn connections(&self) -> impl Iterator<Item = Connection> + '_ {
+    pub fn connections(&self) -> impl Iterator<Item = ConnectionEntry> + '_ {
         self.connection_table.size().entry_indexes().filter_map(|index| self.connection_table.connection_at(index))
     }
 
-    pub fn free_unchanged_connections(&mut self, connections: &[Connection]) {
-        let is_connection_unchanged = |connection: &&Connection| {
+    pub fn free_unchanged_connections(&mut self, connections: &[ConnectionEntry]) {
+        let is_connection_unchanged = |connection: &&ConnectionEntry| {
             let current_connection = self.connection_table.connection_at(connection.index);
             current_connection.is_some_and(|current_snapshot| current_snapshot.has_no_packet_since(connection))
         };
         let release_entry =
-            |connection: &&Connection| self.connection_table.release_entry(connection.index, connection.identity);
-        let released_connections: Vec<&Connection> =
+            |connection: &&ConnectionEntry| self.connection_table.release_entry(connection.index, connection.identity);
+        let released_connections: Vec<&ConnectionEntry> =
             connections.iter().filter(is_connection_unchanged).filter(release_entry).collect();
         for connection in released_connections {
-            self.connection_table.push_slot(connection.index);
+            self.connection_table.push_free_slot(connection.index);
             *self.source_entry_count_mut(connection.client.ip()) -= 1;
         }
     }
 
     pub fn free_entries_of_services(&mut self, service_slots: &[usize]) {
         for service_slot in service_slots {
-            let service_connections: Vec<Connection> = self
+            let service_connections: Vec<ConnectionEntry> = self
                 .connections()
                 .filter(|connection| usize::from(connection.identity.service_slot) == *service_slot)
                 .collect();
@@ -164,7 +164,7 @@ impl LoadBalancer {
         source_mac: MacAddress,
         now_ns: u64,
     ) -> PacketDecision {
-        let owners = self.connection_table_state.owners;
+        let owners = self.connection_table_state.reachability_by_owner;
         match owners[usize::from(owner.get())] {
             TableOwnerReachability::Unknown => self.decide_packet_of_unknown_connection(slot_and_source, now_ns),
             TableOwnerReachability::Reachable(mac)
@@ -181,7 +181,7 @@ impl LoadBalancer {
 
     fn reuse_expired_entry(&mut self, new_connection: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
         let (clock, last_sweep) = (self.connection_table_state.now, self.connection_table_state.last_sweep);
-        let is_connection_expired = |connection: &Connection| {
+        let is_connection_expired = |connection: &ConnectionEntry| {
             let identity = connection.identity;
             let is_server_known =
                 self.service_in_slot(usize::from(identity.service_slot)).server(identity.server).is_some();
@@ -204,7 +204,7 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         hash: ConnectionHash,
-        tsecr: packet::TimestampField,
+        tsecr: packet::TcpTimestampField,
     ) -> Option<PacketDecision> {
         let recent_slot = self.connection_table_state.recent_connections.find_slot(hash)?;
         let (index, id) =
@@ -219,7 +219,7 @@ impl LoadBalancer {
         let decision = self
             .decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION)
             .with_opens_connection(was_closing);
-        Some(decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot())))
+        Some(decision.with_new_tsecr(tsecr, encode_syn_tsecr(owner, index.slot())))
     }
 
     /// Decides on a SYN. Takes a table entry for it, or finds the entry if the SYN was repeated. The SYN's TSecr
@@ -228,7 +228,7 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         packet: &ClientPacket,
-        tsecr: packet::TimestampField,
+        tsecr: packet::TcpTimestampField,
         frame_bytes: u64,
     ) -> PacketDecision {
         let hash = self.connection_hash(service_slot, &packet.four_tuple());
@@ -236,7 +236,7 @@ impl LoadBalancer {
             return decision;
         }
         let decision = self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
-        let decision = if tsecr.timestamp_value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
+        let decision = if tsecr.timestamp_value == 0 { decision } else { decision.with_new_tsecr(tsecr, 0) };
         let owner_number = self.connection_table_state.owner_number;
         let (Some(server), Some(owner)) = (decision.server(), owner_number) else { return decision };
         if !self.connection_table_state.may_take_entry(packet.client.ip()) {
@@ -250,14 +250,14 @@ impl LoadBalancer {
             self.connection_table_state.now,
         ) {
             Ok(index) => (index, decision),
-            Err(TakeSlotError::PartitionFull) => match self.reuse_expired_entry(&new_connection, server) {
+            Err(ConnectionSlotError::PartitionFull) => match self.reuse_expired_entry(&new_connection, server) {
                 Some(index) => (index, decision.with_extra_event(intf::LB_EVENT_CONNECTION_REUSED)),
                 None => return decision.with_extra_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
             },
-            Err(TakeSlotError::Contended) => unreachable!("no other operation takes entries here"),
+            Err(ConnectionSlotError::Contended) => unreachable!("no other operation takes entries here"),
         };
         *self.connection_table_state.source_entry_count_mut(packet.client.ip()) += 1;
         self.connection_table_state.recent_connections.record_syn_slot(hash, index);
-        decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot()))
+        decision.with_new_tsecr(tsecr, encode_syn_tsecr(owner, index.slot()))
     }
 }

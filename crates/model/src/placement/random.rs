@@ -31,9 +31,9 @@ impl PlacementTable {
         let candidate_count = group_count as u32 * bucket_count.get() * candidates_per_bucket;
         let candidates = (0..candidate_count).map(|_| random_candidate(&core_slots, rng)).collect();
         let members = random_members(servers, rng);
-        let consistent_servers = rendezvous_table(servers, bucket_count);
-        let previous_consistent_servers =
-            consistent_servers.iter().map(|server| random_previous_server(*server, servers, rng)).collect();
+        let consistent_server_by_bucket = rendezvous_table(servers, bucket_count);
+        let previous_consistent_server_by_bucket =
+            consistent_server_by_bucket.iter().map(|server| random_previous_server(*server, servers, rng)).collect();
         Self {
             generation,
             rule,
@@ -44,10 +44,10 @@ impl PlacementTable {
             assignment_cost: uniform_below(rng, 4) * 700,
             core_slots,
             members,
-            consistent_servers,
-            previous_consistent_servers,
+            consistent_server_by_bucket,
+            previous_consistent_server_by_bucket,
             down_servers: Vec::new(),
-            core_slot_ages: Vec::new(),
+            load_age_by_core_slot: Vec::new(),
         }
     }
 }

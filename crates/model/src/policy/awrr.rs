@@ -2,7 +2,7 @@
 //! of mean load has 10 turns, an idle one 20, and one far above the mean 2, each times the server's weight.
 
 use super::wrr_schedule::weighted_turn_table;
-use super::{Policy, ServerPool, independent_hash_key};
+use super::{PlacementPolicy, ServerPool, hash_key_independent_of_rss};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 use crate::statistics::mean;
@@ -24,11 +24,11 @@ pub struct AdaptiveWeightedRoundRobin {
 
 impl AdaptiveWeightedRoundRobin {
     pub fn new(seed: u64) -> Self {
-        Self { hash_key: independent_hash_key(seed) }
+        Self { hash_key: hash_key_independent_of_rss(seed) }
     }
 }
 
-impl Policy for AdaptiveWeightedRoundRobin {
+impl PlacementPolicy for AdaptiveWeightedRoundRobin {
     fn name(&self) -> &'static str {
         POLICY_NAME
     }

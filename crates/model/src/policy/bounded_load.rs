@@ -4,7 +4,9 @@
 //! Skipping full servers on the ring gives the same table as a ring without them.
 
 use super::consistent_hash::weighted_ring_table;
-use super::{LoadMetric, Policy, ServerPool, TelemetryLevel, independent_hash_key, table_with_server_per_bucket};
+use super::{
+    LoadMetric, PlacementPolicy, ServerPool, TelemetryLevel, hash_key_independent_of_rss, table_with_server_per_bucket,
+};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -21,11 +23,11 @@ pub struct BoundedLoadPolicy {
 
 impl BoundedLoadPolicy {
     pub fn new(seed: u64) -> Self {
-        Self { hash_key: independent_hash_key(seed) }
+        Self { hash_key: hash_key_independent_of_rss(seed) }
     }
 }
 
-impl Policy for BoundedLoadPolicy {
+impl PlacementPolicy for BoundedLoadPolicy {
     fn name(&self) -> &'static str {
         POLICY_NAME
     }
@@ -40,9 +42,9 @@ impl Policy for BoundedLoadPolicy {
 
     fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let shares = pool.new_connection_shares();
-        let below_bound_positions = positions_below_bound(
+        let below_bound_positions = server_positions_below_bound(
             &LoadMetric::Connections.server_loads(pool),
-            &LoadMetric::Connections.comparison_shares(pool),
+            &LoadMetric::Connections.fair_metric_shares(pool),
         );
         let servers_on_ring: Vec<(ServerId, f64)> =
             below_bound_positions.iter().map(|position| shares[*position]).collect();
@@ -55,7 +57,7 @@ impl Policy for BoundedLoadPolicy {
 
 /// Returns the positions of the servers below their bound. At least one is below, because the bound includes the next
 /// connection (ceil(c m / n) in the paper). The lists have each server's number of connections and share.
-fn positions_below_bound(open_connection_counts: &[f64], shares: &[f64]) -> Vec<usize> {
+fn server_positions_below_bound(open_connection_counts: &[f64], shares: &[f64]) -> Vec<usize> {
     let connections_per_share = (open_connection_counts.iter().sum::<f64>() + 1.0) / shares.iter().sum::<f64>();
     (0..open_connection_counts.len())
         .filter(|position| {
@@ -129,6 +131,6 @@ mod tests {
     #[test]
     fn single_server_gets_all_buckets() {
         assert!(server_by_bucket(&[1_000_000]).iter().all(|server| *server == 1));
-        assert_eq!(positions_below_bound(&[7.0, 7.0], &[1.0, 1.0]), [0, 1]);
+        assert_eq!(server_positions_below_bound(&[7.0, 7.0], &[1.0, 1.0]), [0, 1]);
     }
 }

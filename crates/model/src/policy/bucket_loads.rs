@@ -10,7 +10,7 @@ use crate::placement::{BucketCount, ServerCore};
 use crate::rss::{RssConfig, RssKey};
 
 /// Maximum number of loads that are kept for a group (32 MiB). In larger groups, each load is computed when needed.
-const MAX_KEPT_LOADS: usize = 4 << 20;
+const MAX_KEPT_LOADS_PER_GROUP: usize = 4 << 20;
 
 /// For each bucket of an RSS group, the loads of the cores that the bucket's connections reach, one at each server.
 #[derive(Debug, Default)]
@@ -18,9 +18,9 @@ pub struct BucketLoads {
     bucket_count: u32,
     server_columns: Vec<ServerLoadColumn>,
     /// Loads by bucket, then by server as in `server_columns`. The list is empty if the loads would be too many.
-    loads_by_bucket: Vec<f64>,
+    loads_by_bucket_and_server: Vec<f64>,
     /// Least loaded cores by bucket. The list is empty if cores are compared by another value than their load.
-    least_cores_by_bucket: Vec<LeastLoadedCores>,
+    least_loaded_cores_by_bucket: Vec<LeastLoadedCores>,
 }
 
 #[derive(Debug)]
@@ -49,17 +49,18 @@ impl BucketLoads {
             self.server_columns =
                 servers.iter().map(|server| ServerLoadColumn { server: server.id, loads_and_rss: None }).collect();
             let load_count = servers.len() * bucket_count.get() as usize;
-            self.loads_by_bucket.clear();
-            self.loads_by_bucket.resize(if load_count <= MAX_KEPT_LOADS { load_count } else { 0 }, neutral_load);
-            self.least_cores_by_bucket.clear();
+            self.loads_by_bucket_and_server.clear();
+            self.loads_by_bucket_and_server
+                .resize(if load_count <= MAX_KEPT_LOADS_PER_GROUP { load_count } else { 0 }, neutral_load);
+            self.least_loaded_cores_by_bucket.clear();
         }
-        if self.loads_by_bucket.is_empty() {
+        if self.loads_by_bucket_and_server.is_empty() {
             return;
         }
         if needed_core_count == 0 {
-            self.least_cores_by_bucket.clear();
+            self.least_loaded_cores_by_bucket.clear();
         } else {
-            self.least_cores_by_bucket.resize_with(bucket_count.get() as usize, LeastLoadedCores::default);
+            self.least_loaded_cores_by_bucket.resize_with(bucket_count.get() as usize, LeastLoadedCores::default);
         }
         for (position, server) in servers.iter().enumerate() {
             self.update_server_loads(position, server, rss_key, bucket_count, neutral_load);
@@ -86,11 +87,12 @@ impl BucketLoads {
         }
         column.loads_and_rss = core_loads.map(|cores| (cores.clone(), rss.cloned()));
         let server_count = self.server_columns.len();
-        let (loads, least_cores_by_bucket) = (&mut self.loads_by_bucket, &mut self.least_cores_by_bucket);
+        let (loads, least_cores_by_bucket) =
+            (&mut self.loads_by_bucket_and_server, &mut self.least_loaded_cores_by_bucket);
         for_each_reachable_core(server, rss, bucket_count, neutral_load, |bucket, core, load| {
             let previous_load = std::mem::replace(&mut loads[bucket * server_count + server_position], load);
             if let Some(least_cores) = least_cores_by_bucket.get_mut(bucket) {
-                least_cores.update_core_of_source(
+                least_cores.update_core_of_reporter(
                     previous_load,
                     RankedCore {
                         load,
@@ -107,10 +109,10 @@ impl BucketLoads {
         let server_count = self.server_columns.len();
         let available_needed_count = needed_core_count.min(server_count);
         for (bucket, least_cores) in (0..)
-            .zip(&mut self.least_cores_by_bucket)
+            .zip(&mut self.least_loaded_cores_by_bucket)
             .filter(|(_, least_cores)| least_cores.ranked_cores().len() < available_needed_count)
         {
-            let bucket_loads = &self.loads_by_bucket[bucket as usize * server_count..][..server_count];
+            let bucket_loads = &self.loads_by_bucket_and_server[bucket as usize * server_count..][..server_count];
             let ranked_core = |((source, load), server): ((u32, &f64), &&PoolServer)| {
                 std::iter::once(RankedCore {
                     load: *load,
@@ -118,21 +120,21 @@ impl BucketLoads {
                     reporter_index: source,
                 })
             };
-            least_cores.refill_from_all_sources((0..).zip(bucket_loads).zip(servers).map(ranked_core));
+            least_cores.refill_from_ascending_lists((0..).zip(bucket_loads).zip(servers).map(ranked_core));
         }
     }
 
     /// Returns the loads of the cores that the bucket's connections reach, by server, or `None` if no loads are kept.
     pub fn loads_by_server(&self, bucket: u32) -> Option<&[f64]> {
         let first_load_index = bucket as usize * self.server_columns.len();
-        self.loads_by_bucket
+        self.loads_by_bucket_and_server
             .get(first_load_index..first_load_index + self.server_columns.len())
             .filter(|loads| !loads.is_empty())
     }
 
     /// Returns the bucket's least loaded cores (as many as needed, or all), or `None` if they are not kept.
     pub fn least_loaded_cores(&self, bucket: u32) -> Option<&[RankedCore]> {
-        self.least_cores_by_bucket.get(bucket as usize).map(LeastLoadedCores::ranked_cores)
+        self.least_loaded_cores_by_bucket.get(bucket as usize).map(LeastLoadedCores::ranked_cores)
     }
 }
 

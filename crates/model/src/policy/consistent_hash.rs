@@ -9,7 +9,7 @@ pub const POLICY_NAME: &str = "consistent-hash";
 /// Number of points of each server on the ring. The standard deviation of the servers' shares is 1 / sqrt(64) = 12.5 %.
 /// With 468 servers and 70,000 connections, the fullest server is about twice as far above the mean as with a uniform
 /// hash. Cheetah shows the same (NSDI'20, Fig. 2b), but does not give its number of points.
-const POINTS_PER_SERVER: u32 = 64;
+const RING_POINTS_PER_SERVER: u32 = 64;
 
 /// Returns, for each of `bucket_count` buckets evenly spaced on the ring, the server of the next point, as its position
 /// in `servers`. Returns an empty list without servers.
@@ -21,9 +21,9 @@ pub fn ring_table(servers: &[ServerId], bucket_count: usize) -> Vec<usize> {
 /// Returns the result of [`ring_table`] for servers with weights. A server of weight 2 has twice as many points as one
 /// of weight 1, and points of other servers do not change.
 pub fn weighted_ring_table(servers: &[(ServerId, f64)], bucket_count: usize) -> Vec<usize> {
-    let mut ring_points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINTS_PER_SERVER as usize);
+    let mut ring_points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * RING_POINTS_PER_SERVER as usize);
     for (position, (server, share)) in servers.iter().enumerate() {
-        let server_point_count = ((f64::from(POINTS_PER_SERVER) * share).round() as u32).max(1);
+        let server_point_count = ((f64::from(RING_POINTS_PER_SERVER) * share).round() as u32).max(1);
         ring_points
             .extend((0..server_point_count).map(|point| (mix_hash(point << 16 | u32::from(server.get())), position)));
     }

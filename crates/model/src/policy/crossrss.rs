@@ -4,7 +4,9 @@
 
 use super::groups::{fill_table_candidates, rss_groups};
 use super::policy_cache::PolicyCache;
-use super::{Policy, ServerPool, independent_hash_key, modulo_placement_table, table_with_consistent_servers};
+use super::{
+    PlacementPolicy, ServerPool, hash_key_independent_of_rss, modulo_placement_table, table_with_consistent_servers,
+};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
@@ -17,11 +19,11 @@ pub struct CrossRssPolicy {
 
 impl CrossRssPolicy {
     pub fn new(seed: u64) -> Self {
-        Self { hash_key: independent_hash_key(seed), cache: PolicyCache::default() }
+        Self { hash_key: hash_key_independent_of_rss(seed), cache: PolicyCache::default() }
     }
 }
 
-impl Policy for CrossRssPolicy {
+impl PlacementPolicy for CrossRssPolicy {
     fn name(&self) -> &'static str {
         POLICY_NAME
     }
@@ -60,7 +62,7 @@ pub fn core_aware_table(
     if has_no_eligible_server || (!pool.has_loads() && rule == PlacementRule::Table) {
         return modulo_placement_table(pool, bucket_count, generation, groups[0].key.clone());
     }
-    let consistent_servers = cache.consistent_servers(pool, bucket_count);
+    let consistent_servers = cache.consistent_server_by_bucket(pool, bucket_count);
     let mut table =
         table_with_consistent_servers(pool, rule, bucket_count, generation, groups[0].key.clone(), consistent_servers);
     let candidates_per_bucket = candidates_per_bucket_for(table.members.len(), groups.len());

@@ -29,7 +29,10 @@ use coreward_intf as intf;
 use super::crossrss::core_aware_table;
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::PolicyCache;
-use super::{LoadHistogram, Policy, ServerClass, ServerLoads, ServerPool, TelemetryLevel, independent_hash_key};
+use super::{
+    LoadHistogram, PlacementPolicy, ServerLoadClass, ServerLoads, ServerPool, TelemetryLevel,
+    hash_key_independent_of_rss,
+};
 use crate::ServerId;
 use crate::load::{CoreLoads, load_to_fixed_point};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
@@ -52,10 +55,10 @@ const NEW_CONNECTION_COUNT_WEIGHT: f64 = 0.1;
 
 /// Cost of a connection while the number of new connections is unknown, as a fraction of a connection's mean load. The
 /// next report shows half of the load, because the paper's alpha of the moving average is one half.
-const DEFAULT_COST_FRACTION: f64 = 0.5;
+const DEFAULT_CONNECTION_COST_FRACTION: f64 = 0.5;
 
 /// Method by which the cost of an assigned connection is determined.
-enum ConnectionCost {
+enum AssignedConnectionCost {
     /// The cost follows from the cores' deficits and the smoothed number of connections per interval.
     Deficit { smoothed_connection_count: Option<f64> },
     /// The cost is a fixed fraction of the mean load of an open connection.
@@ -65,7 +68,7 @@ enum ConnectionCost {
 /// Policy `crossrss-plus`, which also counts the connections assigned to each core since the last report.
 pub struct CrossRssPlusPolicy {
     hash_key: RssKey,
-    connection_cost: ConnectionCost,
+    connection_cost: AssignedConnectionCost,
     recent_loads: RecentCoreLoads,
     pub(super) cache: PolicyCache,
 }
@@ -73,18 +76,18 @@ pub struct CrossRssPlusPolicy {
 impl CrossRssPlusPolicy {
     /// Returns the policy whose connection cost follows from the deficits, as listed in the registry of policies.
     pub fn new(seed: u64) -> Self {
-        Self::with_connection_cost(seed, ConnectionCost::Deficit { smoothed_connection_count: None })
+        Self::with_connection_cost(seed, AssignedConnectionCost::Deficit { smoothed_connection_count: None })
     }
 
     /// Returns the policy with a fixed connection cost, as the fraction `cost_fraction` of an open connection's mean
     /// load. With 0, it is the policy `crossrss`.
     pub fn with_fixed_cost_fraction(seed: u64, cost_fraction: f64) -> Self {
-        Self::with_connection_cost(seed, ConnectionCost::FractionOfMeanLoad(cost_fraction))
+        Self::with_connection_cost(seed, AssignedConnectionCost::FractionOfMeanLoad(cost_fraction))
     }
 
-    fn with_connection_cost(seed: u64, connection_cost: ConnectionCost) -> Self {
+    fn with_connection_cost(seed: u64, connection_cost: AssignedConnectionCost) -> Self {
         Self {
-            hash_key: independent_hash_key(seed),
+            hash_key: hash_key_independent_of_rss(seed),
             connection_cost,
             recent_loads: RecentCoreLoads::default(),
             cache: PolicyCache::default(),
@@ -92,18 +95,18 @@ impl CrossRssPlusPolicy {
     }
 }
 
-impl ConnectionCost {
+impl AssignedConnectionCost {
     fn compute_cost(&mut self, pool: &ServerPool, cache: &mut PolicyCache) -> f64 {
         match self {
-            ConnectionCost::FractionOfMeanLoad(share) => *share * pool.load_per_connection(),
-            ConnectionCost::Deficit { smoothed_connection_count: smoothed_opened_count } => {
+            AssignedConnectionCost::FractionOfMeanLoad(share) => *share * pool.mean_load_per_connection(),
+            AssignedConnectionCost::Deficit { smoothed_connection_count: smoothed_opened_count } => {
                 let Some(opened_connections) = pool.opened_connection_count else {
-                    return DEFAULT_COST_FRACTION * pool.load_per_connection();
+                    return DEFAULT_CONNECTION_COST_FRACTION * pool.mean_load_per_connection();
                 };
                 let newest_connection_count = opened_connections as f64;
                 let new_smoothed_count = match *smoothed_opened_count {
                     None => newest_connection_count,
-                    Some(old_count) if !pool.is_new_interval => old_count,
+                    Some(old_count) if !pool.is_new_report_interval => old_count,
                     Some(old_count) => {
                         NEW_CONNECTION_COUNT_WEIGHT * newest_connection_count
                             + (1.0 - NEW_CONNECTION_COUNT_WEIGHT) * old_count
@@ -124,11 +127,11 @@ impl ConnectionCost {
 /// Returns the sum of the loads that cores lack to their target load, in units of a core of mean speed.
 fn total_load_deficit(pool: &ServerPool, cache: &mut PolicyCache) -> f64 {
     let normalized_load = NormalizedLoad::for_pool(pool);
-    let class_load_deficit = |(class, histogram): (&ServerClass, &LoadHistogram)| {
+    let class_load_deficit = |(class, histogram): (&ServerLoadClass, &LoadHistogram)| {
         let (level, speed) = normalized_load.target_load_and_relative_speed(*class);
-        speed * histogram.load_missing_to_target(level)
+        speed * histogram.load_deficit_to_target(level)
     };
-    cache.load_histograms(pool).iter().map(class_load_deficit).sum()
+    cache.core_load_histogram_by_class(pool).iter().map(class_load_deficit).sum()
 }
 
 /// Average loads of all servers' cores over recent reports.
@@ -141,17 +144,12 @@ struct RecentServerLoads {
     id: ServerId,
     recent_mean_loads: Vec<f64>,
     newest_loads: CoreLoads,
-    newest_and_recent_mean_loads: CoreLoads,
+    smoothed_loads: CoreLoads,
 }
 
 impl RecentServerLoads {
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
-        Self {
-            id,
-            recent_mean_loads: loads.to_vec(),
-            newest_loads: loads.clone(),
-            newest_and_recent_mean_loads: loads.clone(),
-        }
+        Self { id, recent_mean_loads: loads.to_vec(), newest_loads: loads.clone(), smoothed_loads: loads.clone() }
     }
 
     /// Updates the averages. `has_new_load` is true if the loads are from a new report.
@@ -166,14 +164,14 @@ impl RecentServerLoads {
             *recent_mean_load += newest_weight * (*load - *recent_mean_load);
             (*load + *recent_mean_load) / 2.0
         };
-        self.newest_and_recent_mean_loads = loads.iter().zip(&mut self.recent_mean_loads).map(smoothed_load).collect();
+        self.smoothed_loads = loads.iter().zip(&mut self.recent_mean_loads).map(smoothed_load).collect();
         self.newest_loads = loads.clone();
     }
 }
 
 impl RecentCoreLoads {
     /// Updates the averages, and returns the pool with each load replaced by the mean of newest load and average.
-    fn with_smoothed_loads<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
+    fn smooth_pool_loads<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
         if !pool.pool_totals().has_local_reports {
             self.servers.clear();
             return Cow::Borrowed(pool);
@@ -187,10 +185,10 @@ impl RecentCoreLoads {
             let known_server = previous_servers.next_if(|previous_server| previous_server.id == server.id);
             let mut recent_server = known_server.unwrap_or_else(|| RecentServerLoads::new(server.id, loads));
             recent_server.update_recent_loads(loads, server.has_new_load);
-            *loads = recent_server.newest_and_recent_mean_loads.clone();
+            *loads = recent_server.smoothed_loads.clone();
             self.servers.push(recent_server);
         }
-        Cow::Owned(pool.with_server_loads(smoothed_servers))
+        Cow::Owned(pool.copy_with_server_loads(smoothed_servers))
     }
 }
 
@@ -200,7 +198,7 @@ fn max_candidates_for_table_size(bucket_count: BucketCount, group_count: usize) 
     max_by_table_size.min(intf::MAX_CANDIDATES as usize)
 }
 
-impl Policy for CrossRssPlusPolicy {
+impl PlacementPolicy for CrossRssPlusPolicy {
     fn name(&self) -> &'static str {
         POLICY_NAME
     }
@@ -209,8 +207,8 @@ impl Policy for CrossRssPlusPolicy {
         TelemetryLevel::Connections
     }
 
-    fn preprocess<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
-        self.recent_loads.with_smoothed_loads(pool)
+    fn preprocess_pool<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
+        self.recent_loads.smooth_pool_loads(pool)
     }
 
     fn max_candidates_per_bucket(&self, bucket_count: BucketCount) -> usize {
@@ -218,7 +216,7 @@ impl Policy for CrossRssPlusPolicy {
     }
 
     fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
-        let pool = &*self.preprocess(pool);
+        let pool = &*self.preprocess_pool(pool);
         let cache = &mut self.cache;
         let candidates_per_bucket = |server_count: usize, group_count: usize| {
             server_count.min(max_candidates_for_table_size(bucket_count, group_count)).max(1)

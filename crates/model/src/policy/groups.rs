@@ -82,7 +82,7 @@ pub fn rss_key_count(pool: &ServerPool) -> usize {
 
 /// Core slots of a table under construction, in the order of their first use.
 struct CoreSlots<'a> {
-    slots: &'a mut Vec<ServerCore>,
+    core_by_slot: &'a mut Vec<ServerCore>,
     slot_by_core: HashMap<ServerCore, u16, foldhash::fast::FixedState>,
 }
 
@@ -90,7 +90,7 @@ impl CoreSlots<'_> {
     /// Returns the slot of a core. Beyond the data plane's limit, cores share the last slot. Their counts of
     /// connections then add up, so that they only seem busier.
     fn assign_slot(&mut self, core: ServerCore) -> u16 {
-        let slots = &mut *self.slots;
+        let slots = &mut *self.core_by_slot;
         *self.slot_by_core.entry(core).or_insert_with(|| {
             if slots.len() < coreward_intf::MAX_CORE_SLOTS as usize {
                 slots.push(core);
@@ -102,47 +102,51 @@ impl CoreSlots<'_> {
 
 /// List of the least cores among all inserted ones, ordered by a compared value, then by load, then by id. CrossRSS
 /// selects the strictly smallest load, and the lowest id in ties.
-pub struct LeastCoreList {
+pub struct LeastLoadedCoreList {
     max_core_count: usize,
-    least_cores: Vec<(f64, f64, ServerCore)>,
+    values_loads_and_cores: Vec<(f64, f64, ServerCore)>,
 }
 
-impl LeastCoreList {
+impl LeastLoadedCoreList {
     /// Returns an empty list for at most `max_core_count` cores, at least 1.
     pub fn new(max_core_count: usize) -> Self {
-        Self { max_core_count, least_cores: Vec::with_capacity(max_core_count + 1) }
+        Self { max_core_count, values_loads_and_cores: Vec::with_capacity(max_core_count + 1) }
     }
 
     /// Inserts a core if it belongs in the list, and returns whether it does. Of a thousand cores, only few do.
-    pub fn insert_if_least(&mut self, compared_value: f64, load: f64, core: ServerCore) -> bool {
+    pub fn insert_core_if_least(&mut self, compared_value: f64, load: f64, core: ServerCore) -> bool {
         let is_before_offered_core = |(other_value, other_load, other_core): &(f64, f64, ServerCore)| {
             other_value.total_cmp(&compared_value).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
         };
-        if self.least_cores.len() == self.max_core_count && self.least_cores.last().is_some_and(is_before_offered_core)
+        if self.values_loads_and_cores.len() == self.max_core_count
+            && self.values_loads_and_cores.last().is_some_and(is_before_offered_core)
         {
             return false;
         }
-        let insert_index = self.least_cores.partition_point(is_before_offered_core);
-        self.least_cores.insert(insert_index, (compared_value, load, core));
-        self.least_cores.truncate(self.max_core_count);
+        let insert_index = self.values_loads_and_cores.partition_point(is_before_offered_core);
+        self.values_loads_and_cores.insert(insert_index, (compared_value, load, core));
+        self.values_loads_and_cores.truncate(self.max_core_count);
         true
     }
 
     /// Returns the maximum compared value with which the list still accepts a core.
-    pub fn largest_accepted_value(&self) -> f64 {
-        let is_full = self.least_cores.len() == self.max_core_count;
-        self.least_cores.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared_value, ..)| *compared_value)
+    pub fn max_accepted_ranking_value(&self) -> f64 {
+        let is_full = self.values_loads_and_cores.len() == self.max_core_count;
+        self.values_loads_and_cores
+            .last()
+            .filter(|_| is_full)
+            .map_or(f64::INFINITY, |(compared_value, ..)| *compared_value)
     }
 
     /// Returns the least cores in ascending order, each with its load and its compared value.
-    pub fn cores_with_loads(&self) -> impl Iterator<Item = (ServerCore, f64, f64)> {
-        self.least_cores.iter().map(|(compared_value, load, core)| (*core, *load, *compared_value))
+    pub fn cores_loads_and_ranking_values(&self) -> impl Iterator<Item = (ServerCore, f64, f64)> {
+        self.values_loads_and_cores.iter().map(|(compared_value, load, core)| (*core, *load, *compared_value))
     }
 }
 
 /// Compared value of cores that take no part in a bucket, so that they come after the cores of all groups. They are
 /// used only if their group has no other core. Otherwise a server with its own RSS key would take part in all buckets.
-const EXCLUDED_CORE_VALUE: f64 = f64::MAX;
+const EXCLUDED_CORE_COMPARED_VALUE: f64 = f64::MAX;
 
 /// Fills a table with the `candidates_per_bucket` least loaded cores of every bucket of every group.
 pub fn fill_table_candidates(
@@ -155,7 +159,7 @@ pub fn fill_table_candidates(
 ) {
     let reachable_cores = ReachableCores::new(pool, bucket_count);
     let has_no_loads = !pool.has_loads();
-    let mut core_slots = CoreSlots { slots: &mut table.core_slots, slot_by_core: HashMap::default() };
+    let mut core_slots = CoreSlots { core_by_slot: &mut table.core_slots, slot_by_core: HashMap::default() };
     table.rss_key_by_group = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = candidates_per_bucket as u32;
     table.candidates.reserve(groups.len() * bucket_count.get() as usize * candidates_per_bucket);
@@ -169,7 +173,7 @@ pub fn fill_table_candidates(
             let bucket_cores = if has_no_loads {
                 reachable_cores.rotated_cores_of_bucket(group, bucket)
             } else {
-                reachable_cores.find_least_cores(&local_servers, &rack_cores, bucket, candidates_per_bucket)
+                reachable_cores.find_least_loaded_cores(&local_servers, &rack_cores, bucket, candidates_per_bucket)
             };
             for position in 0..candidates_per_bucket {
                 let (core, compared_value) = bucket_cores[position.min(bucket_cores.len() - 1)];
@@ -227,7 +231,7 @@ impl<'a, 'g> LocalServers<'a, 'g> {
 struct RackCandidateCores<'a, 'g> {
     candidate_lists: Vec<&'a BucketCandidateList>,
     /// Least loaded cores of all racks, or `None` if cores are compared by another value than their load.
-    least_cores: Option<&'g RackSummaryAggregate>,
+    rack_aggregate: Option<&'g RackSummaryAggregate>,
 }
 
 impl<'a, 'g> RackCandidateCores<'a, 'g> {
@@ -237,12 +241,17 @@ impl<'a, 'g> RackCandidateCores<'a, 'g> {
         rack_aggregate: &'g mut RackSummaryAggregate,
         needed_core_count: usize,
     ) -> Self {
-        let candidate_lists: Vec<&BucketCandidateList> = cores.pool.candidate_lists(&group.key).collect();
+        let candidate_lists: Vec<&BucketCandidateList> = cores.pool.candidate_lists_with_key(&group.key).collect();
         let is_compared_by_load = cores.normalized_load.has_uniform_servers() && !candidate_lists.is_empty();
         if is_compared_by_load {
-            rack_aggregate.update_summaries(&cores.pool.racks, &group.key, cores.bucket_count, needed_core_count);
+            rack_aggregate.update_summaries(
+                &cores.pool.rack_summaries,
+                &group.key,
+                cores.bucket_count,
+                needed_core_count,
+            );
         }
-        Self { candidate_lists, least_cores: is_compared_by_load.then_some(rack_aggregate) }
+        Self { candidate_lists, rack_aggregate: is_compared_by_load.then_some(rack_aggregate) }
     }
 }
 
@@ -278,40 +287,49 @@ impl<'a> ReachableCores<'a> {
     }
 
     /// Returns the least loaded cores that take part in the bucket, each with its compared value.
-    fn find_least_cores(
+    fn find_least_loaded_cores(
         &self,
         local_servers: &LocalServers<'_, '_>,
         rack_cores: &RackCandidateCores<'_, '_>,
         bucket: u32,
         max_core_count: usize,
     ) -> Vec<(ServerCore, f64)> {
-        let mut least_cores = LeastCoreList::new(max_core_count);
+        let mut least_cores = LeastLoadedCoreList::new(max_core_count);
         self.insert_local_cores(local_servers, bucket, &mut least_cores);
         self.insert_rack_cores(rack_cores, bucket, &mut least_cores);
-        if least_cores.least_cores.is_empty() {
+        if least_cores.values_loads_and_cores.is_empty() {
             for server in local_servers.group.all_servers() {
                 let (core, load) = self.reachable_core_and_load(local_servers.group, server, bucket);
-                least_cores.insert_if_least(EXCLUDED_CORE_VALUE, load, ServerCore { server: server.id, core });
+                least_cores.insert_core_if_least(
+                    EXCLUDED_CORE_COMPARED_VALUE,
+                    load,
+                    ServerCore { server: server.id, core },
+                );
             }
         }
-        least_cores.cores_with_loads().map(|(core, _, compared_value)| (core, compared_value)).collect()
+        least_cores.cores_loads_and_ranking_values().map(|(core, _, compared_value)| (core, compared_value)).collect()
     }
 
-    fn insert_rack_cores(&self, rack_cores: &RackCandidateCores<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
+    fn insert_rack_cores(
+        &self,
+        rack_cores: &RackCandidateCores<'_, '_>,
+        bucket: u32,
+        least_cores: &mut LeastLoadedCoreList,
+    ) {
         // The rack may not know yet that a server takes no new connections, or only some.
         let participating_server = |core: &ServerCore| {
             let server = self.server_in_rack_by_id.get(usize::from(core.server.get())).copied().flatten();
-            server.filter(|server| self.pool.takes_part_in_bucket(server, bucket))
+            server.filter(|server| self.pool.server_takes_part_in_bucket(server, bucket))
         };
-        if let Some(rack_aggregate) = rack_cores.least_cores {
+        if let Some(rack_aggregate) = rack_cores.rack_aggregate {
             let ranked_cores = rack_aggregate.least_loaded_cores(bucket);
             let mut participating_cores =
                 ranked_cores.iter().filter(|ranked_core| participating_server(&ranked_core.core).is_some());
             if participating_cores.clone().count() >= least_cores.max_core_count
-                || rack_aggregate.has_all_cores(ranked_cores)
+                || rack_aggregate.is_complete_core_list(ranked_cores)
             {
                 participating_cores.all(|ranked_core| {
-                    least_cores.insert_if_least(ranked_core.load, ranked_core.load, ranked_core.core)
+                    least_cores.insert_core_if_least(ranked_core.load, ranked_core.load, ranked_core.core)
                 });
                 return;
             }
@@ -319,8 +337,8 @@ impl<'a> ReachableCores<'a> {
         for list in &rack_cores.candidate_lists {
             for (core, load) in list.candidates_of_bucket(bucket) {
                 let Some(server) = participating_server(core) else { continue };
-                if !least_cores.insert_if_least(
-                    self.normalized_load.compared_load(server.server_class(), *load),
+                if !least_cores.insert_core_if_least(
+                    self.normalized_load.core_ranking_value(server.server_class(), *load),
                     *load,
                     *core,
                 ) {
@@ -330,11 +348,16 @@ impl<'a> ReachableCores<'a> {
         }
     }
 
-    fn insert_local_cores(&self, local_servers: &LocalServers<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
+    fn insert_local_cores(
+        &self,
+        local_servers: &LocalServers<'_, '_>,
+        bucket: u32,
+        least_cores: &mut LeastLoadedCoreList,
+    ) {
         if let Some(ranked_cores) = local_servers.bucket_loads.least_loaded_cores(bucket) {
-            ranked_cores
-                .iter()
-                .all(|ranked_core| least_cores.insert_if_least(ranked_core.load, ranked_core.load, ranked_core.core));
+            ranked_cores.iter().all(|ranked_core| {
+                least_cores.insert_core_if_least(ranked_core.load, ranked_core.load, ranked_core.core)
+            });
             return;
         }
         let computed_loads: Vec<f64>;
@@ -349,23 +372,23 @@ impl<'a> ReachableCores<'a> {
                 &computed_loads
             }
         };
-        let mut largest_accepted_value = least_cores.largest_accepted_value();
+        let mut largest_accepted_value = least_cores.max_accepted_ranking_value();
         for (position, load) in loads.iter().enumerate() {
             let target_load_and_speed = local_servers.target_loads_and_speeds.get(position);
             let compared_value = target_load_and_speed
-                .map_or(*load, |level| self.normalized_load.compared_value_for_target(*level, *load));
+                .map_or(*load, |level| self.normalized_load.ranking_value_for_target_load(*level, *load));
             if compared_value > largest_accepted_value
                 || local_servers.has_slow_start
-                    && !self.pool.takes_part_in_bucket(local_servers.servers[position], bucket)
+                    && !self.pool.server_takes_part_in_bucket(local_servers.servers[position], bucket)
             {
                 continue;
             }
-            least_cores.insert_if_least(
+            least_cores.insert_core_if_least(
                 compared_value,
                 *load,
                 reachable_core(local_servers.servers[position], &local_servers.group.key, bucket),
             );
-            largest_accepted_value = least_cores.largest_accepted_value();
+            largest_accepted_value = least_cores.max_accepted_ranking_value();
         }
     }
 
@@ -374,13 +397,16 @@ impl<'a> ReachableCores<'a> {
     fn rotated_cores_of_bucket(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(ServerCore, f64)> {
         let core_and_load_at = |server: &PoolServer| {
             let (core, load) = self.reachable_core_and_load(group, server, bucket);
-            (ServerCore { server: server.id, core }, self.normalized_load.compared_load(server.server_class(), load))
+            (
+                ServerCore { server: server.id, core },
+                self.normalized_load.core_ranking_value(server.server_class(), load),
+            )
         };
         let mut bucket_cores: Vec<(ServerCore, f64)> =
             self.servers_in_bucket(group, bucket).map(core_and_load_at).collect();
         if bucket_cores.is_empty() {
             bucket_cores =
-                group.all_servers().map(|server| (core_and_load_at(server).0, EXCLUDED_CORE_VALUE)).collect();
+                group.all_servers().map(|server| (core_and_load_at(server).0, EXCLUDED_CORE_COMPARED_VALUE)).collect();
         }
         bucket_cores.sort_by_key(|(core, _)| *core);
         let first_index = bucket as usize % bucket_cores.len();
@@ -389,7 +415,7 @@ impl<'a> ReachableCores<'a> {
     }
 
     fn servers_in_bucket<'g>(&self, group: &'g RssGroup<'_>, bucket: u32) -> impl Iterator<Item = &'g PoolServer> {
-        group.all_servers().filter(move |server| self.pool.takes_part_in_bucket(server, bucket))
+        group.all_servers().filter(move |server| self.pool.server_takes_part_in_bucket(server, bucket))
     }
 
     fn reachable_core_and_load(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
@@ -445,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn server_with_its_own_rss_key_in_slow_start_gets_its_share() {
+    fn slow_start_server_with_own_rss_key_gets_its_share() {
         for (rule, per_bucket) in [(PlacementRule::Table, 1), (PlacementRule::LeastAssigned, 3)] {
             assert!(
                 last_server_connection_fraction(&pool_with_two_rss_groups(true, 1.0), rule, per_bucket) > 0.99,

@@ -1,7 +1,7 @@
 //! Policy `hash`, which knows no loads. Bucket i, selected by the load balancer's own hash, goes to server i mod n.
 //! With unequal shares, servers take buckets in weighted turns.
 
-use super::wrr_schedule::evenly_spread_positions;
+use super::wrr_schedule::evenly_spread_server_positions;
 use crate::ServerId;
 
 pub const POLICY_NAME: &str = "hash";
@@ -16,7 +16,7 @@ pub fn modulo_table(server_count: usize, bucket_count: usize) -> Vec<usize> {
 /// turns.
 pub fn weighted_modulo_table(servers: &[(ServerId, f64)], bucket_count: usize) -> Vec<usize> {
     let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
-    let server_turns = evenly_spread_positions(&shares);
+    let server_turns = evenly_spread_server_positions(&shares);
     modulo_table(server_turns.len(), bucket_count).into_iter().map(|turn_index| server_turns[turn_index]).collect()
 }
 
@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_weights_use_the_bucket_modulo_and_others_are_proportional() {
+    fn equal_weights_give_a_modulo_table_and_others_proportional_buckets() {
         let build_table = |shares: &[f64], size: usize| {
             let servers: Vec<_> =
                 shares.iter().enumerate().map(|(id, share)| (ServerId::try_from(id as u64).unwrap(), *share)).collect();

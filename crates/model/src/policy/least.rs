@@ -14,8 +14,8 @@
 use coreward_intf as intf;
 
 use super::{
-    LoadMetric, Policy, ServerPool, TelemetryLevel, independent_hash_key, table_with_consistent_servers,
-    table_without_candidates,
+    LoadMetric, PlacementPolicy, ServerPool, TelemetryLevel, hash_key_independent_of_rss,
+    table_with_consistent_servers, table_without_candidates,
 };
 use crate::ServerId;
 use crate::load::load_to_fixed_point;
@@ -45,7 +45,7 @@ impl LeastPolicy {
     /// Returns the policy that compares servers by the metric `metric`.
     pub fn with_metric(metric: LoadMetric, sampling_seed: u64) -> Self {
         Self {
-            hash_key: independent_hash_key(sampling_seed),
+            hash_key: hash_key_independent_of_rss(sampling_seed),
             sampling_seed,
             metric,
             max_candidates_per_bucket: intf::MAX_CANDIDATES as usize,
@@ -62,9 +62,9 @@ impl LeastPolicy {
     fn fixed_point_loads_and_cost(&self, pool: &ServerPool) -> (Vec<u32>, u32) {
         let metric_values = self.metric.server_loads(pool);
         let metric_value_per_connection = self.metric_value_per_connection(pool, &metric_values);
-        let compared_values = compared_values(
+        let compared_values = server_ranking_values(
             &metric_values,
-            &self.metric.comparison_shares(pool),
+            &self.metric.fair_metric_shares(pool),
             pool.opened_connection_count,
             metric_value_per_connection,
         );
@@ -90,7 +90,7 @@ impl LeastPolicy {
 
 /// Returns the value by which each server is compared, which is at least 0. If all servers have the same share, it is
 /// the server's value in `metric_values`.
-fn compared_values(
+fn server_ranking_values(
     metric_values: &[f64],
     shares: &[f64],
     opened_connections: Option<u64>,
@@ -110,7 +110,7 @@ fn compared_values(
         .collect()
 }
 
-impl Policy for LeastPolicy {
+impl PlacementPolicy for LeastPolicy {
     fn name(&self) -> &'static str {
         match self.metric {
             LoadMetric::Connections => POLICY_NAMES[0],
@@ -187,7 +187,7 @@ impl LeastPolicy {
             table.candidates.extend_from_slice(&candidates[..candidates_per_bucket]);
             if has_slow_start {
                 replace_nonparticipating_candidates(&mut table.candidates[first_candidate_index..], |id| {
-                    takes_part_in_bucket(pool, id, bucket)
+                    server_takes_part_in_bucket(pool, id, bucket)
                 });
             }
             table.candidates[first_candidate_index..]
@@ -205,9 +205,9 @@ fn move_sample_to_front(candidates: &mut [CandidateCore], sample_size: usize, rn
     }
 }
 
-fn takes_part_in_bucket(pool: &ServerPool, id: ServerId, bucket: u32) -> bool {
+fn server_takes_part_in_bucket(pool: &ServerPool, id: ServerId, bucket: u32) -> bool {
     let server = pool.servers().binary_search_by_key(&id, |server| server.id).map(|position| &pool.servers()[position]);
-    server.is_ok_and(|server| pool.takes_part_in_bucket(server, bucket))
+    server.is_ok_and(|server| pool.server_takes_part_in_bucket(server, bucket))
 }
 
 /// Replaces the candidates that do not take part in the bucket by copies of the others. If none takes part, all remain.
@@ -278,12 +278,12 @@ mod tests {
         assert_eq!(unsampled_table.bucket_candidates(0, 0).len(), 400);
     }
 
-    fn connection_counts_after_placing(
+    fn connection_counts_after_placements(
         policy: &mut LeastPolicy,
         servers: &[PoolServer],
         new_connection_count: u32,
     ) -> Vec<u32> {
-        let pool = ServerPool::new(servers.to_vec(), 1).with_opened_connections(new_connection_count.into());
+        let pool = ServerPool::new(servers.to_vec(), 1).with_opened_connection_count(new_connection_count.into());
         let table = policy.compute_table(&pool, BucketCount::PAPER_VALUE, 1);
         let mut state = PlacementTableState::for_table(&table);
         let mut open_connections: Vec<u32> = servers.iter().map(|server| server.open_connection_count).collect();
@@ -307,7 +307,7 @@ mod tests {
                 .collect();
             let new_connection_count = 1000 - open_connections.iter().sum::<u32>();
             let connection_counts =
-                connection_counts_after_placing(&mut LeastPolicy::new(1), &servers, new_connection_count);
+                connection_counts_after_placements(&mut LeastPolicy::new(1), &servers, new_connection_count);
             let are_near_fair_shares =
                 connection_counts.iter().zip([100u32, 200, 700]).all(|(count, expected)| count.abs_diff(expected) <= 2);
             assert!(are_near_fair_shares, "{open_connections:?} became {connection_counts:?}");
@@ -353,7 +353,8 @@ mod tests {
             .map(|n| PoolServer { open_connection_count: 100, ..PoolServer::new(n.try_into().unwrap()) })
             .collect();
         (servers[3].open_connection_count, servers[3].slow_start_fraction) = (0, 0.25);
-        let connections_of_joining_server = connection_counts_after_placing(&mut LeastPolicy::new(1), &servers, 128)[3];
+        let connections_of_joining_server =
+            connection_counts_after_placements(&mut LeastPolicy::new(1), &servers, 128)[3];
         // Without slow start, all would go to the new server, whose share is 32 of 128 buckets.
         assert!((20..=44).contains(&connections_of_joining_server), "{connections_of_joining_server}");
     }

@@ -8,7 +8,7 @@ use super::MAX_CANDIDATES;
 use crate::placement::ServerCore;
 
 /// Maximum number of cores that are kept for a bucket. It is twice the number needed, so that a full search is rare.
-const MAX_KEPT_CORES: usize = 2 * MAX_CANDIDATES as usize;
+const MAX_KEPT_CORES_PER_BUCKET: usize = 2 * MAX_CANDIDATES as usize;
 
 /// Core with the load by which a bucket's cores are ordered. Ties are broken by id, as in CrossRSS.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -37,7 +37,7 @@ impl LeastLoadedCores {
     /// Removes the cores of a source (a server or a rack). Returns the bound for later insertions, or `None` if the
     /// list was empty.
     #[inline]
-    pub fn remove_source(&mut self, source: u32) -> Option<CoreInsertionBound> {
+    pub fn remove_cores_of_reporter(&mut self, source: u32) -> Option<CoreInsertionBound> {
         let insertion_bound = CoreInsertionBound(*self.0.last()?);
         self.0.retain(|ranked_core| ranked_core.reporter_index != source);
         Some(insertion_bound)
@@ -45,43 +45,43 @@ impl LeastLoadedCores {
 
     /// Inserts a core of the removed source if it precedes `insertion_bound`, and returns whether it does.
     #[inline]
-    pub fn insert_core(&mut self, insertion_bound: CoreInsertionBound, new_core: RankedCore) -> bool {
+    pub fn insert_core_below_bound(&mut self, insertion_bound: CoreInsertionBound, new_core: RankedCore) -> bool {
         let is_before_bound = new_core.precedes(&insertion_bound.0);
         if is_before_bound {
             let insert_index = self.0.partition_point(|ranked_core| ranked_core.precedes(&new_core));
             self.0.insert(insert_index, new_core);
-            self.0.truncate(MAX_KEPT_CORES);
+            self.0.truncate(MAX_KEPT_CORES_PER_BUCKET);
         }
         is_before_bound
     }
 
     /// Changes the load of a source that has only one core.
     #[inline]
-    pub fn update_core_of_source(&mut self, previous_load: f64, new_core: RankedCore) {
+    pub fn update_core_of_reporter(&mut self, previous_load: f64, new_core: RankedCore) {
         if self.0.last().is_some_and(|last| previous_load > last.load && new_core.load > last.load) {
             return;
         }
-        if let Some(insertion_bound) = self.remove_source(new_core.reporter_index) {
-            self.insert_core(insertion_bound, new_core);
+        if let Some(insertion_bound) = self.remove_cores_of_reporter(new_core.reporter_index) {
+            self.insert_core_below_bound(insertion_bound, new_core);
         }
     }
 
     /// Searches the least loaded of all cores. Each iterator is in ascending order, so the search of an iterator ends
     /// at the first core whose load is too high.
-    pub fn refill_from_all_sources<I: Iterator<Item = RankedCore>>(
+    pub fn refill_from_ascending_lists<I: Iterator<Item = RankedCore>>(
         &mut self,
         ascending_lists: impl Iterator<Item = I>,
     ) {
         self.0.clear();
         for ascending_list in ascending_lists {
             for new_core in ascending_list {
-                let is_full = self.0.len() == MAX_KEPT_CORES;
-                if is_full && !new_core.precedes(&self.0[MAX_KEPT_CORES - 1]) {
+                let is_full = self.0.len() == MAX_KEPT_CORES_PER_BUCKET;
+                if is_full && !new_core.precedes(&self.0[MAX_KEPT_CORES_PER_BUCKET - 1]) {
                     break;
                 }
                 let insert_index = self.0.partition_point(|ranked_core| ranked_core.precedes(&new_core));
                 self.0.insert(insert_index, new_core);
-                self.0.truncate(MAX_KEPT_CORES);
+                self.0.truncate(MAX_KEPT_CORES_PER_BUCKET);
             }
         }
     }
@@ -106,7 +106,7 @@ mod tests {
     }
 
     /// Checks that the kept cores are the first ones in the order of all cores.
-    fn assert_kept_cores_are_the_least(
+    fn assert_has_least_loaded_cores(
         least_cores: &LeastLoadedCores,
         mut all_cores: Vec<RankedCore>,
     ) -> Result<(), TestCaseError> {
@@ -117,7 +117,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn kept_cores_are_the_least_loaded_after_server_updates(
+        fn list_has_the_least_loaded_cores_after_server_updates(
             load_changes in prop::collection::vec((0..SERVER_COUNT, 0u32..20), 1..400),
         ) {
             let mut load_by_server = vec![1.0; SERVER_COUNT];
@@ -125,19 +125,19 @@ mod tests {
             for (position, twentieths) in load_changes {
                 let load = f64::from(twentieths) / 20.0;
                 let old_load = std::mem::replace(&mut load_by_server[position], load);
-                least_cores.update_core_of_source(old_load, ranked_core(position, load));
+                least_cores.update_core_of_reporter(old_load, ranked_core(position, load));
                 let all_cores: Vec<RankedCore> =
                     load_by_server.iter().enumerate().map(|(index, load)| ranked_core(index, *load)).collect();
                 if least_cores.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least_cores.refill_from_all_sources(all_cores.iter().map(|core| std::iter::once(*core)));
-                    prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES);
+                    least_cores.refill_from_ascending_lists(all_cores.iter().map(|core| std::iter::once(*core)));
+                    prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES_PER_BUCKET);
                 }
-                assert_kept_cores_are_the_least(&least_cores, all_cores)?;
+                assert_has_least_loaded_cores(&least_cores, all_cores)?;
             }
         }
 
         #[test]
-        fn kept_cores_are_the_least_loaded_after_rack_updates(
+        fn list_has_the_least_loaded_cores_after_rack_updates(
             changes in prop::collection::vec((0..SERVER_COUNT / 4, prop::collection::vec(0u32..20, 4)), 1..200),
         ) {
             let sorted_rack_cores = |rack: usize, twentieths: &[u32]| {
@@ -154,15 +154,15 @@ mod tests {
             let mut least_cores = LeastLoadedCores::default();
             for (rack, twentieths) in changes {
                 core_lists_by_rack[rack] = sorted_rack_cores(rack, &twentieths);
-                if let Some(insertion_bound) = least_cores.remove_source(rack as u32) {
-                    let insert_core = |new_core: &&_| least_cores.insert_core(insertion_bound, **new_core);
+                if let Some(insertion_bound) = least_cores.remove_cores_of_reporter(rack as u32) {
+                    let insert_core = |new_core: &&_| least_cores.insert_core_below_bound(insertion_bound, **new_core);
                     core_lists_by_rack[rack].iter().take_while(insert_core).count();
                 }
                 if least_cores.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least_cores.refill_from_all_sources(core_lists_by_rack.iter().map(|list| list.iter().copied()));
-                    prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES);
+                    least_cores.refill_from_ascending_lists(core_lists_by_rack.iter().map(|list| list.iter().copied()));
+                    prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES_PER_BUCKET);
                 }
-                assert_kept_cores_are_the_least(&least_cores, core_lists_by_rack.concat())?;
+                assert_has_least_loaded_cores(&least_cores, core_lists_by_rack.concat())?;
             }
         }
     }

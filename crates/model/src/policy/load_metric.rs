@@ -42,7 +42,7 @@ impl LoadMetric {
 
     /// Returns the share relative to which each eligible server's value is compared. A server with twice the share may
     /// have twice the value. Capacity does not count for core loads, because they are relative to it already.
-    pub fn comparison_shares(self, pool: &ServerPool) -> Vec<f64> {
+    pub fn fair_metric_shares(self, pool: &ServerPool) -> Vec<f64> {
         let weights = pool.eligible_servers().map(|server| f64::from(server.weight.get()));
         match self {
             LoadMetric::Cpu => weights.collect(),

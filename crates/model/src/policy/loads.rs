@@ -9,7 +9,7 @@ pub enum ServerLoads {
     /// Load of each core, by receive queue, as reported by the server's agent.
     Local(CoreLoads),
     /// Load of each core, as sent by the server's rack controller, after
-    /// [`Policy::preprocess`](super::Policy::preprocess).
+    /// [`Policy::preprocess_pool`](super::PlacementPolicy::preprocess_pool).
     Relayed(CoreLoads),
     /// Sum of the cores' loads. The cores themselves are in the rack's summary ([`super::RackSummary`]).
     Aggregated {
@@ -60,14 +60,14 @@ impl ServerLoads {
 
 /// Class of servers whose cores have the same target load and speed in [`super::normalized_load::NormalizedLoad`].
 #[derive(Debug, Clone, Copy)]
-pub struct ServerClass {
+pub struct ServerLoadClass {
     /// Weight of each server of the class.
     pub weight: ServerWeight,
     /// Speed of each core (above 0): the server's configured capacity divided by its number of cores, or 1.
     pub relative_core_speed: f64,
 }
 
-impl ServerClass {
+impl ServerLoadClass {
     /// Returns integers that sort like weight and speed. The speed is a positive number, whose bits sort like its
     /// value.
     fn sort_key(&self) -> (u32, u64) {
@@ -75,21 +75,21 @@ impl ServerClass {
     }
 }
 
-impl PartialEq for ServerClass {
+impl PartialEq for ServerLoadClass {
     fn eq(&self, other: &Self) -> bool {
         self.sort_key() == other.sort_key()
     }
 }
 
-impl Eq for ServerClass {}
+impl Eq for ServerLoadClass {}
 
-impl PartialOrd for ServerClass {
+impl PartialOrd for ServerLoadClass {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for ServerClass {
+impl Ord for ServerLoadClass {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.sort_key().cmp(&other.sort_key())
     }
@@ -97,8 +97,8 @@ impl Ord for ServerClass {
 
 /// Number of mantissa bits of a load that select its bin. With 7 bits, there are 128 bins between a load and its
 /// double.
-const BIN_MANTISSA_BITS: u32 = 7;
-const MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
+const LOAD_BIN_MANTISSA_BITS: u32 = 7;
+const F64_MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
 /// Minimum load with a bin of its own. Smaller loads, of cores busy for less than 0.025 % of the time, share one bin.
 const MIN_DISTINCT_LOAD: f64 = 1.0 / 4096.0;
 /// Maximum load with a bin of its own. Larger loads share the last bin.
@@ -113,7 +113,7 @@ const LOAD_UNITS_PER_CORE: f64 = (1u64 << 32) as f64;
 #[derive(Debug, Clone, Default)]
 pub struct LoadHistogram {
     /// Bins by index, up to the last one that has been used.
-    bins: Vec<LoadBin>,
+    bins: Vec<LoadHistogramBin>,
 }
 
 impl PartialEq for LoadHistogram {
@@ -126,18 +126,18 @@ impl Eq for LoadHistogram {}
 
 /// Form in which rack controllers send a [`LoadHistogram`]. It has only the nonempty bins, in ascending order of load.
 /// These are a few hundred of 2,000, which saves memory and time with hundreds of racks.
-pub type LoadHistogramBins = Vec<(u16, LoadBin)>;
+pub type LoadHistogramBins = Vec<(u16, LoadHistogramBin)>;
 
 /// Number of the cores in one bin, and the sum of their loads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct LoadBin {
+pub struct LoadHistogramBin {
     /// Number of cores in the bin.
     pub core_count: u64,
     /// Sum of the cores' loads, in units of 2^-32 cores.
     pub load_sum: u64,
 }
 
-impl LoadBin {
+impl LoadHistogramBin {
     fn with_core_load(load: f64) -> Self {
         Self { core_count: 1, load_sum: (load * LOAD_UNITS_PER_CORE) as u64 }
     }
@@ -149,24 +149,24 @@ impl LoadHistogram {
 
     /// Counts a core with the load `load` in its bin.
     pub fn add_core(&mut self, load: f64) {
-        self.add_bin(load_bin_index(load), LoadBin::with_core_load(load));
+        self.add_bin(load_bin_index(load), LoadHistogramBin::with_core_load(load));
     }
 
     /// Removes a core that was added with the load `load`.
     pub fn remove_core(&mut self, load: f64) {
         let (stored_bin, removed_bin) =
-            (&mut self.bins[usize::from(load_bin_index(load))], LoadBin::with_core_load(load));
+            (&mut self.bins[usize::from(load_bin_index(load))], LoadHistogramBin::with_core_load(load));
         stored_bin.core_count -= removed_bin.core_count;
         stored_bin.load_sum -= removed_bin.load_sum;
     }
 
     /// Adds the core counts and load sums of another histogram, given as its bins.
-    pub fn add_bins(&mut self, other_bins: impl Iterator<Item = (u16, LoadBin)>) {
+    pub fn add_bins(&mut self, other_bins: impl Iterator<Item = (u16, LoadHistogramBin)>) {
         other_bins.for_each(|(bin, added_bin)| self.add_bin(bin, added_bin));
     }
 
     /// Subtracts the core counts and load sums of another histogram, given as its bins, which were added before.
-    pub fn remove_bins(&mut self, other_bins: impl Iterator<Item = (u16, LoadBin)>) {
+    pub fn remove_bins(&mut self, other_bins: impl Iterator<Item = (u16, LoadHistogramBin)>) {
         for (bin, removed_bin) in other_bins {
             let stored_bin = &mut self.bins[usize::from(bin)];
             stored_bin.core_count = stored_bin.core_count.saturating_sub(removed_bin.core_count);
@@ -175,10 +175,10 @@ impl LoadHistogram {
     }
 
     /// Adds the cores of `added_bin` to the bin with index `bin_index`, which is below [`LoadHistogram::BIN_COUNT`].
-    pub fn add_bin(&mut self, bin_index: u16, added_bin: LoadBin) {
+    pub fn add_bin(&mut self, bin_index: u16, added_bin: LoadHistogramBin) {
         let bin_position = usize::from(bin_index);
         if bin_position >= self.bins.len() {
-            self.bins.resize(bin_position + 1, LoadBin::default());
+            self.bins.resize(bin_position + 1, LoadHistogramBin::default());
         }
         let stored_bin = &mut self.bins[bin_position];
         stored_bin.core_count = stored_bin.core_count.saturating_add(added_bin.core_count);
@@ -186,7 +186,7 @@ impl LoadHistogram {
     }
 
     /// Returns the nonempty bins in ascending order of load.
-    pub fn bins(&self) -> impl Iterator<Item = (u16, LoadBin)> {
+    pub fn bins(&self) -> impl Iterator<Item = (u16, LoadHistogramBin)> {
         let indexed_bins = self.bins.iter().enumerate().map(|(bin, cores)| (bin as u16, *cores));
         indexed_bins.filter(|(_, bin)| bin.core_count > 0)
     }
@@ -194,16 +194,17 @@ impl LoadHistogram {
     /// Returns the total load by which cores are below the target load. The cores of one bin count with their mean
     /// load. Only the bin of the target load is inexact. Each core in it adds an error of at most a quarter of the
     /// bin's width (target load / 512).
-    pub fn load_missing_to_target(&self, target_load: f64) -> f64 {
-        let load_missing_in_bin =
-            |bin: &LoadBin| (bin.core_count as f64 * target_load - bin.load_sum as f64 / LOAD_UNITS_PER_CORE).max(0.0);
+    pub fn load_deficit_to_target(&self, target_load: f64) -> f64 {
+        let load_missing_in_bin = |bin: &LoadHistogramBin| {
+            (bin.core_count as f64 * target_load - bin.load_sum as f64 / LOAD_UNITS_PER_CORE).max(0.0)
+        };
         self.bins.iter().map(load_missing_in_bin).sum()
     }
 }
 
 /// Returns the sign, the exponent and the first mantissa bits of a load. They grow with the load.
 const fn load_prefix_bits(load: f64) -> u64 {
-    load.to_bits() >> (MANTISSA_BITS - BIN_MANTISSA_BITS)
+    load.to_bits() >> (F64_MANTISSA_BITS - LOAD_BIN_MANTISSA_BITS)
 }
 
 fn load_bin_index(load: f64) -> u16 {
@@ -261,18 +262,18 @@ mod tests {
             removed_loads.iter().for_each(|load| histogram.remove_core(*load));
             prop_assert_eq!(&histogram, &create_histogram(remaining_loads));
             prop_assert_eq!(
-                histogram.load_missing_to_target(0.7),
-                create_histogram(remaining_loads).load_missing_to_target(0.7),
+                histogram.load_deficit_to_target(0.7),
+                create_histogram(remaining_loads).load_deficit_to_target(0.7),
             );
         }
 
         #[test]
-        fn load_missing_to_target_is_nearly_exact(
+        fn load_deficit_to_target_is_nearly_exact(
             loads in proptest::collection::vec(0.0..2.0f64, 1..200),
             target_load in 0.001..2.0f64,
         ) {
             let exact_missing_load: f64 = loads.iter().map(|load| (target_load - load).max(0.0)).sum();
-            let missing_load = create_histogram(&loads).load_missing_to_target(target_load);
+            let missing_load = create_histogram(&loads).load_deficit_to_target(target_load);
             let core_count_in_target_bin =
                 loads.iter().filter(|load| load_bin_index(**load) == load_bin_index(target_load)).count();
             let rounding_error = 1e-9 * loads.len() as f64;

@@ -9,7 +9,7 @@ pub const POLICY_NAME: &str = "maglev";
 
 /// Table size in the Maglev paper, a prime about a hundred times the number of servers in a moderate pool. The data
 /// plane's tables are smaller ([`BucketCount`](crate::placement::BucketCount)), but simulations can use this size.
-pub const PAPER_TABLE_SIZE: usize = 65_537;
+pub const MAGLEV_PAPER_TABLE_SIZE: usize = 65_537;
 
 /// Returns, for each of `bucket_count` buckets, its server's position in `servers`, or an empty list without servers.
 pub fn maglev_table(servers: &[ServerId], bucket_count: usize) -> Vec<usize> {
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn bucket_counts_of_servers_differ_by_at_most_one() {
-        for (count, size) in [(3, 128), (7, 2048), (468, PAPER_TABLE_SIZE), (200, 128)] {
+        for (count, size) in [(3, 128), (7, 2048), (468, MAGLEV_PAPER_TABLE_SIZE), (200, 128)] {
             let mut buckets_per_server = vec![0; count as usize];
             maglev_table(&server_ids(count), size).iter().for_each(|position| buckets_per_server[*position] += 1);
             let (min_count, max_count) =
@@ -123,10 +123,10 @@ mod tests {
     fn bucket_counts_are_proportional_to_weights() {
         let servers_and_shares: Vec<_> = server_ids(30).into_iter().zip([1.0, 3.0, 0.5].into_iter().cycle()).collect();
         let mut buckets_per_server = [0; 30];
-        weighted_maglev_table(&servers_and_shares, PAPER_TABLE_SIZE)
+        weighted_maglev_table(&servers_and_shares, MAGLEV_PAPER_TABLE_SIZE)
             .iter()
             .for_each(|position| buckets_per_server[*position] += 1);
-        let buckets_per_share = PAPER_TABLE_SIZE as f64 / 45.0;
+        let buckets_per_share = MAGLEV_PAPER_TABLE_SIZE as f64 / 45.0;
         for (count, (_, share)) in buckets_per_server.iter().zip(&servers_and_shares) {
             assert!((f64::from(*count) - share * buckets_per_share).abs() <= 2.0, "{count} buckets with share {share}");
         }
@@ -135,8 +135,8 @@ mod tests {
     #[test]
     fn removal_of_a_server_moves_few_buckets_of_other_servers() {
         let servers = server_ids(100);
-        let table = maglev_table(&servers, PAPER_TABLE_SIZE);
-        let reduced_table = maglev_table(&servers[1..], PAPER_TABLE_SIZE);
+        let table = maglev_table(&servers, MAGLEV_PAPER_TABLE_SIZE);
+        let reduced_table = maglev_table(&servers[1..], MAGLEV_PAPER_TABLE_SIZE);
         // Position p of the shorter list is p + 1 of the longer one.
         let unaffected_count = table.iter().filter(|position| **position != 0).count();
         let moved_count =

@@ -1,4 +1,4 @@
-//! Policies, which fill a [`PlacementTable`]. Each policy has a file, implements [`Policy`] and is listed in
+//! Policies, which fill a [`PlacementTable`]. Each policy has a file, implements [`PlacementPolicy`] and is listed in
 //! [`POLICY_REGISTRY`]. It is then available to the live controller, to the demo and to the simulator.
 //!
 //! A *table policy* (hash, consistent-hash, bounded-load, maglev, crossrss, crossrss-plus, least and its metrics)
@@ -36,8 +36,8 @@ pub use groups::{RssGroup, rss_groups, rss_key_count};
 pub use hash::modulo_table;
 pub use least::LeastPolicy;
 pub use load_metric::{LoadMetric, TelemetryLevel};
-pub use loads::{LoadBin, LoadHistogram, LoadHistogramBins, ServerClass, ServerLoads};
-pub use maglev::{PAPER_TABLE_SIZE as MAGLEV_PAPER_SIZE, maglev_table};
+pub use loads::{LoadHistogram, LoadHistogramBin, LoadHistogramBins, ServerLoadClass, ServerLoads};
+pub use maglev::{MAGLEV_PAPER_TABLE_SIZE as MAGLEV_PAPER_SIZE, maglev_table};
 pub use pool::{PoolServer, ServerPool, TrafficRates};
 pub use rack::{BucketCandidateList, MAX_CANDIDATES, RackSummary, SummarizedServer};
 pub use weight::{ServerCapacity, ServerCapacityOutOfRange, ServerWeight, ServerWeightOutOfRange};
@@ -55,7 +55,7 @@ use crate::placement::{
 use crate::rss::{RssKey, seeded_rng};
 
 /// Policy that computes the placement tables of one service.
-pub trait Policy: Send {
+pub trait PlacementPolicy: Send {
     /// Returns the name of the policy in configuration and output.
     fn name(&self) -> &'static str;
 
@@ -82,7 +82,7 @@ pub trait Policy: Send {
 
     /// Returns the pool with the loads as this policy uses them. Runs once per table, at the controller or, for servers
     /// in a rack, at the rack controller, where each core's load is known.
-    fn preprocess<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
+    fn preprocess_pool<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
         Cow::Borrowed(pool)
     }
 
@@ -101,10 +101,10 @@ pub trait Policy: Send {
     fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable;
 }
 
-type PolicyFactory = fn(u64) -> Box<dyn Policy>;
+type PlacementPolicyFactory = fn(u64) -> Box<dyn PlacementPolicy>;
 
 /// All policies, with their names and the functions that create them from a seed.
-pub const POLICY_REGISTRY: [(&str, PolicyFactory); 17] = [
+pub const POLICY_REGISTRY: [(&str, PlacementPolicyFactory); 17] = [
     (hash::POLICY_NAME, |seed| {
         Box::new(static_policy::StaticPolicy::new(hash::POLICY_NAME, hash::weighted_modulo_table, seed))
     }),
@@ -140,7 +140,7 @@ pub const DEFAULT_POLICY_NAME: &str = crossrss_plus::POLICY_NAME;
 /// Error returned for the name of an unknown policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?} does not exist: expected one of {list}", list = policy_names().join(", "))]
-pub struct UnknownPolicy(pub String);
+pub struct UnknownPlacementPolicy(pub String);
 
 /// Returns the names of all policies.
 pub fn policy_names() -> Vec<&'static str> {
@@ -155,7 +155,7 @@ pub fn load_independent_policy_names() -> Vec<&'static str> {
 /// Returns the telemetry that a policy needs from load balancers, or `Nothing` for an unknown name. The result includes
 /// the telemetry by which reports of agents are checked.
 pub fn required_telemetry_level(name: &str) -> TelemetryLevel {
-    let required_telemetry = |policy: Box<dyn Policy>| {
+    let required_telemetry = |policy: Box<dyn PlacementPolicy>| {
         let telemetry_for_checks =
             if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
         policy.telemetry_level().max(telemetry_for_checks)
@@ -170,18 +170,18 @@ pub fn policy_reads_loads(name: &str) -> bool {
 }
 
 /// Returns a policy with the name `name`, created from `seed`. Fails if the name is unknown.
-pub fn create_policy_by_name(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
+pub fn create_policy_by_name(name: &str, seed: u64) -> Result<Box<dyn PlacementPolicy>, UnknownPlacementPolicy> {
     let registry_entry = POLICY_REGISTRY.iter().find(|(known_name, _)| *known_name == name);
-    registry_entry.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
+    registry_entry.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPlacementPolicy(name.to_string()))
 }
 
 /// Number of the random-number stream ([`seeded_rng`]) from which hash keys that no NIC has are drawn.
-const INDEPENDENT_KEY_RNG_STREAM: u64 = 2;
+const INDEPENDENT_HASH_KEY_RNG_STREAM: u64 = 2;
 
 /// Returns a hash key that only the load balancer uses. If the servers' RSS hash selected the buckets, the policy
 /// `hash` would reach only some cores of each server, and seem twice as bad as it is.
-fn independent_hash_key(seed: u64) -> RssKey {
-    RssKey::random(&mut seeded_rng(seed, INDEPENDENT_KEY_RNG_STREAM))
+fn hash_key_independent_of_rss(seed: u64) -> RssKey {
+    RssKey::random(&mut seeded_rng(seed, INDEPENDENT_HASH_KEY_RNG_STREAM))
 }
 
 /// Returns a table with members and consistent servers, but without candidates. Every policy adds its candidates to it.
@@ -230,10 +230,10 @@ fn table_with_consistent_servers(
         assignment_cost: 0,
         core_slots: Vec::new(),
         members,
-        consistent_servers,
-        previous_consistent_servers: Vec::new(),
+        consistent_server_by_bucket: consistent_servers,
+        previous_consistent_server_by_bucket: Vec::new(),
         down_servers: Vec::new(),
-        core_slot_ages: Vec::new(),
+        load_age_by_core_slot: Vec::new(),
     }
 }
 

@@ -6,13 +6,13 @@
 //! connection to any core. So the load in the table is the mean - speed x (target load of the core - load of the core),
 //! where the product is the missing work, in work of a usual core.
 
-use super::{ServerClass, ServerPool};
+use super::{ServerLoadClass, ServerPool};
 use crate::statistics::mean;
 
 pub struct NormalizedLoad {
     mean_load: f64,
     /// Constant that is added to each compared value, so that no value is below 0.
-    value_offset: f64,
+    ranking_value_offset: f64,
     mean_weight: f64,
     mean_speed: f64,
     has_uniform_servers: bool,
@@ -23,37 +23,37 @@ impl NormalizedLoad {
         let is_uniform = pool.pool_totals().has_uniform_servers;
         let mut normalized_load = Self {
             mean_load: pool.neutral_load(),
-            value_offset: 0.0,
+            ranking_value_offset: 0.0,
             mean_weight: 1.0,
             mean_speed: 1.0,
             has_uniform_servers: is_uniform,
         };
         if !is_uniform {
-            let classes: Vec<ServerClass> = pool.eligible_servers().map(|server| server.server_class()).collect();
+            let classes: Vec<ServerLoadClass> = pool.eligible_servers().map(|server| server.server_class()).collect();
             let weights: Vec<f64> = classes.iter().map(|class| f64::from(class.weight.get())).collect();
             let speeds: Vec<f64> = classes.iter().map(|class| class.relative_core_speed).collect();
             normalized_load.mean_weight = mean(&weights).unwrap_or(1.0);
             normalized_load.mean_speed = mean(&speeds).unwrap_or(1.0);
             let lowest_value =
-                classes.iter().map(|class| normalized_load.compared_load(*class, 0.0)).fold(0.0, f64::min);
-            normalized_load.value_offset = -lowest_value;
+                classes.iter().map(|class| normalized_load.core_ranking_value(*class, 0.0)).fold(0.0, f64::min);
+            normalized_load.ranking_value_offset = -lowest_value;
         }
         normalized_load
     }
 
     /// Returns the value by which cores are compared, for a core of class `class` with load `load`. Within a class, the
     /// value never decreases with the load.
-    pub fn compared_load(&self, class: ServerClass, load: f64) -> f64 {
+    pub fn core_ranking_value(&self, class: ServerLoadClass, load: f64) -> f64 {
         if self.has_uniform_servers {
             return load;
         }
-        self.compared_value_for_target(self.target_load_and_relative_speed(class), load)
+        self.ranking_value_for_target_load(self.target_load_and_relative_speed(class), load)
     }
 
-    /// Returns the value of [`NormalizedLoad::compared_load`] if not all servers are alike. The first argument is the
-    /// result of [`NormalizedLoad::target_load_and_relative_speed`] for the core's class.
-    pub fn compared_value_for_target(&self, (target_load, speed): (f64, f64), load: f64) -> f64 {
-        self.value_offset + self.mean_load - speed * (target_load - load)
+    /// Returns the value of [`NormalizedLoad::core_ranking_value`] if not all servers are alike. The first argument is
+    /// the result of [`NormalizedLoad::target_load_and_relative_speed`] for the core's class.
+    pub fn ranking_value_for_target_load(&self, (target_load, speed): (f64, f64), load: f64) -> f64 {
+        self.ranking_value_offset + self.mean_load - speed * (target_load - load)
     }
 
     pub fn has_uniform_servers(&self) -> bool {
@@ -61,7 +61,7 @@ impl NormalizedLoad {
     }
 
     /// Returns the target load of the cores of a class, and their speed relative to the mean speed.
-    pub fn target_load_and_relative_speed(&self, class: ServerClass) -> (f64, f64) {
+    pub fn target_load_and_relative_speed(&self, class: ServerLoadClass) -> (f64, f64) {
         if self.has_uniform_servers {
             return (self.mean_load, 1.0);
         }
@@ -83,42 +83,42 @@ mod tests {
         }
     }
 
-    fn compared_values(servers: &[PoolServer]) -> Vec<f64> {
+    fn core_ranking_values(servers: &[PoolServer]) -> Vec<f64> {
         let pool = ServerPool::new(servers.to_vec(), 1);
         let normalized_load = NormalizedLoad::for_pool(&pool);
         servers
             .iter()
-            .map(|server| normalized_load.compared_load(server.server_class(), server.mean_load(0.0)))
+            .map(|server| normalized_load.core_ranking_value(server.server_class(), server.mean_load(0.0)))
             .collect()
     }
 
     #[test]
-    fn compared_value_of_equal_cores_is_their_load() {
+    fn ranking_value_of_equal_cores_is_their_load() {
         assert_eq!(
-            compared_values(&[build_pool_server(1, 0.3, 5, None), build_pool_server(2, 0.7, 5, None)]),
+            core_ranking_values(&[build_pool_server(1, 0.3, 5, None), build_pool_server(2, 0.7, 5, None)]),
             [0.3, 0.7]
         );
         assert_eq!(
-            compared_values(&[build_pool_server(1, 0.3, 1, Some(4.0)), build_pool_server(2, 0.7, 1, Some(4.0))]),
+            core_ranking_values(&[build_pool_server(1, 0.3, 1, Some(4.0)), build_pool_server(2, 0.7, 1, Some(4.0))]),
             [0.3, 0.7]
         );
     }
 
     #[test]
-    fn compared_values_are_equal_at_loads_proportional_to_weights() {
+    fn ranking_values_are_equal_at_loads_proportional_to_weights() {
         // With mean 0.4 and weights 1 and 3, the levels are 0.2 and 0.6.
-        let values = compared_values(&[build_pool_server(1, 0.2, 1, None), build_pool_server(2, 0.6, 3, None)]);
+        let values = core_ranking_values(&[build_pool_server(1, 0.2, 1, None), build_pool_server(2, 0.6, 3, None)]);
         assert!((values[0] - values[1]).abs() < 1e-9, "{values:?}");
     }
 
     #[test]
-    fn core_of_twice_the_speed_has_twice_the_missing_work() {
+    fn core_of_twice_the_speed_can_take_twice_the_work() {
         let servers = [
             build_pool_server(1, 0.4, 1, Some(2.0)),
             build_pool_server(2, 0.4, 1, Some(4.0)),
             build_pool_server(3, 0.7, 1, Some(2.0)),
         ];
-        let values = compared_values(&servers);
+        let values = core_ranking_values(&servers);
         let pool = ServerPool::new(servers.to_vec(), 1);
         let normalized_load = NormalizedLoad::for_pool(&pool);
         assert!(values[1] < values[0] && values[0] < values[2], "{values:?}");

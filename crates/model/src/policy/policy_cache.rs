@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 
 use super::ServerPool;
 use super::bucket_loads::BucketLoads;
-use super::loads::{LoadHistogram, ServerClass, ServerLoads};
-use super::rack_aggregate::{RackHistograms, RackSummaryAggregate};
+use super::loads::{LoadHistogram, ServerLoadClass, ServerLoads};
+use super::rack_aggregate::{RackLoadHistograms, RackSummaryAggregate};
 use crate::ServerId;
 use crate::load::CoreLoads;
 use crate::placement::{BucketCount, weighted_rendezvous_table};
@@ -17,8 +17,8 @@ use crate::placement::{BucketCount, weighted_rendezvous_table};
 #[derive(Debug, Default)]
 pub struct PolicyCache {
     pub(super) groups: Vec<CachedRssGroup>,
-    local_histograms: LocalHistograms,
-    rack_histograms: RackHistograms,
+    local_histograms: LocalLoadHistograms,
+    rack_histograms: RackLoadHistograms,
     cached_consistent_servers: CachedConsistentServers,
 }
 
@@ -31,9 +31,12 @@ pub struct CachedRssGroup {
 }
 
 impl PolicyCache {
-    pub(super) fn load_histograms(&mut self, pool: &ServerPool) -> Cow<'_, BTreeMap<ServerClass, LoadHistogram>> {
+    pub(super) fn core_load_histogram_by_class(
+        &mut self,
+        pool: &ServerPool,
+    ) -> Cow<'_, BTreeMap<ServerLoadClass, LoadHistogram>> {
         self.local_histograms.update_histograms(pool);
-        let rack_histograms = self.rack_histograms.update_histograms(&pool.racks);
+        let rack_histograms = self.rack_histograms.update_histograms(&pool.rack_summaries);
         if rack_histograms.is_empty() {
             return Cow::Borrowed(&self.local_histograms.histogram_by_class);
         }
@@ -49,31 +52,35 @@ impl PolicyCache {
 
     /// Returns the server to which each bucket sends connections without a cookie. The result depends only on the
     /// eligible servers and their weights.
-    pub(super) fn consistent_servers(&mut self, pool: &ServerPool, bucket_count: BucketCount) -> Vec<ServerId> {
+    pub(super) fn consistent_server_by_bucket(
+        &mut self,
+        pool: &ServerPool,
+        bucket_count: BucketCount,
+    ) -> Vec<ServerId> {
         let server_weights = || pool.eligible_servers().map(|server| (server.id, server.weight.get()));
         let are_weights_unchanged = |(known_weights, known_buckets): &(Vec<(ServerId, u32)>, BucketCount)| {
             *known_buckets == bucket_count && known_weights.iter().copied().eq(server_weights())
         };
         if !self.cached_consistent_servers.weights_and_bucket_count.as_ref().is_some_and(are_weights_unchanged) {
             let weights: Vec<(ServerId, u32)> = server_weights().collect();
-            self.cached_consistent_servers.servers_by_bucket = weighted_rendezvous_table(&weights, bucket_count);
+            self.cached_consistent_servers.server_by_bucket = weighted_rendezvous_table(&weights, bucket_count);
             self.cached_consistent_servers.weights_and_bucket_count = Some((weights, bucket_count));
         }
-        self.cached_consistent_servers.servers_by_bucket.clone()
+        self.cached_consistent_servers.server_by_bucket.clone()
     }
 }
 
 #[derive(Debug, Default)]
 struct CachedConsistentServers {
     weights_and_bucket_count: Option<(Vec<(ServerId, u32)>, BucketCount)>,
-    servers_by_bucket: Vec<ServerId>,
+    server_by_bucket: Vec<ServerId>,
 }
 
 /// Load histograms of the eligible servers that report directly to this controller. The histograms have whole numbers,
 /// so that cores can be subtracted exactly.
 #[derive(Debug, Default)]
-struct LocalHistograms {
-    histogram_by_class: BTreeMap<ServerClass, LoadHistogram>,
+struct LocalLoadHistograms {
+    histogram_by_class: BTreeMap<ServerLoadClass, LoadHistogram>,
     /// Servers whose cores are included in the histograms, by id.
     counted_servers: Vec<CountedServer>,
 }
@@ -81,11 +88,11 @@ struct LocalHistograms {
 #[derive(Debug)]
 struct CountedServer {
     server: ServerId,
-    class: ServerClass,
+    class: ServerLoadClass,
     core_loads: CoreLoads,
 }
 
-impl LocalHistograms {
+impl LocalLoadHistograms {
     fn update_histograms(&mut self, pool: &ServerPool) {
         let mut previous_servers = std::mem::take(&mut self.counted_servers).into_iter().peekable();
         for server in pool.eligible_servers() {
@@ -124,7 +131,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::crossrss::CrossRssPolicy;
-    use super::super::{CrossRssPlusPolicy, Policy, PoolServer, ServerCapacity, ServerWeight};
+    use super::super::{CrossRssPlusPolicy, PlacementPolicy, PoolServer, ServerCapacity, ServerWeight};
     use super::*;
     use crate::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
@@ -144,7 +151,7 @@ mod tests {
         ) -> PoolServer {
             let rss = rss.map(|(key, table)| RssConfig {
                 key: RssKey::random(&mut seeded_rng(key, 99)),
-                indirection_table: IndirectionTable::independent(table, 32, 3).unwrap(),
+                indirection_table: IndirectionTable::draw_independent_entries(table, 32, 3).unwrap(),
             });
             PoolServer {
                 is_eligible,
@@ -188,7 +195,7 @@ mod tests {
                     Some(PoolServer { id: ServerId::try_from(position as u64 * 7).unwrap(), ..server.clone()? })
                 };
                 let pool = ServerPool::new(servers.iter().enumerate().filter_map(server_with_id).collect(), 2);
-                let pool = pool.with_opened_connections(opened_connections);
+                let pool = pool.with_opened_connection_count(opened_connections);
                 uncached_policy.cache = PolicyCache::default();
                 let table_without_cache = uncached_policy.compute_table(&pool, buckets, generation);
                 prop_assert_eq!(plus_policy.compute_table(&pool, buckets, generation), table_without_cache);

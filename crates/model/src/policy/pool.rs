@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::loads::{ServerClass, ServerLoads};
+use super::loads::{ServerLoadClass, ServerLoads};
 use super::{BucketCandidateList, RackSummary, ServerCapacity, ServerWeight};
 use crate::ServerId;
 use crate::placement::mix_hash;
@@ -52,21 +52,21 @@ pub const MAX_CORE_COUNT_TO_MEDIAN_RATIO: u32 = 8;
 #[derive(Debug, Clone)]
 pub struct ServerPool {
     pub(super) servers: Vec<PoolServer>,
-    pub(super) racks: Vec<Arc<RackSummary>>,
+    pub(super) rack_summaries: Vec<Arc<RackSummary>>,
     pub(super) load_balancer_count: u32,
     pub(super) opened_connection_count: Option<u64>,
     pub(super) counts_placements_as_requests: bool,
-    pub(super) is_new_interval: bool,
+    pub(super) is_new_report_interval: bool,
     /// Index in `servers` by server id. The list is empty before the first look-up.
     position_by_id: Vec<Option<u16>>,
     /// Whether no server has loads from the summaries of several racks. Then a rack's next summary replaces the loads.
     is_each_server_in_one_rack: bool,
-    totals: OnceLock<PoolTotals>,
+    totals: OnceLock<ServerPoolTotals>,
 }
 
 /// Values computed once per table from all servers of the pool.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct PoolTotals {
+pub(super) struct ServerPoolTotals {
     neutral_load: f64,
     has_loads: bool,
     /// Whether all eligible servers have the same weight and core speed.
@@ -83,11 +83,11 @@ impl ServerPool {
         let load_balancer_count = load_balancer_count.max(1);
         Self {
             servers,
-            racks: Vec::new(),
+            rack_summaries: Vec::new(),
             load_balancer_count,
             opened_connection_count: None,
             counts_placements_as_requests: false,
-            is_new_interval: true,
+            is_new_report_interval: true,
             position_by_id: Vec::new(),
             is_each_server_in_one_rack: true,
             totals: OnceLock::new(),
@@ -101,14 +101,14 @@ impl ServerPool {
             load_balancer_count,
             opened_connection_count: opened_connections,
             counts_placements_as_requests: counts_requests,
-            is_new_interval,
-            racks,
+            is_new_report_interval: is_new_interval,
+            rack_summaries: racks,
             ..
         } = self;
         let pool = Self {
             opened_connection_count: opened_connections,
             counts_placements_as_requests: counts_requests,
-            is_new_interval,
+            is_new_report_interval: is_new_interval,
             ..Self::new(servers, load_balancer_count)
         };
         pool.with_rack_summaries(racks)
@@ -122,14 +122,15 @@ impl ServerPool {
             load_balancer_count,
             opened_connection_count: None,
             counts_placements_as_requests: false,
-            is_new_interval: true,
+            is_new_report_interval: true,
             ..self
         }
     }
 
     /// Replaces a server, but keeps its loads from rack summaries. A server that is not in the pool is ignored.
     pub fn replace_server(&mut self, new_server: PoolServer) {
-        let Some(pool_server) = self.find_position(new_server.id).map(|position| &mut self.servers[position]) else {
+        let Some(pool_server) = self.find_server_position(new_server.id).map(|position| &mut self.servers[position])
+        else {
             return;
         };
         let rack_loads = match (&new_server.loads, &pool_server.loads) {
@@ -146,12 +147,12 @@ impl ServerPool {
 
     /// Sets whether the loads of a server are newer than the previous table.
     pub fn set_has_new_load(&mut self, id: ServerId, has_new_load: bool) {
-        if let Some(position) = self.find_position(id) {
+        if let Some(position) = self.find_server_position(id) {
             self.servers[position].has_new_load = has_new_load;
         }
     }
 
-    fn find_position(&mut self, id: ServerId) -> Option<usize> {
+    fn find_server_position(&mut self, id: ServerId) -> Option<usize> {
         if self.position_by_id.is_empty()
             && let Some(last) = self.servers.last()
         {
@@ -166,7 +167,7 @@ impl ServerPool {
     /// Returns the pool with loads from rack summaries, for servers whose loads are not known otherwise. If the pool
     /// already has summaries, only new ones are processed.
     pub fn with_rack_summaries(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
-        let previous_racks = std::mem::replace(&mut self.racks, racks.clone());
+        let previous_racks = std::mem::replace(&mut self.rack_summaries, racks.clone());
         self.totals = OnceLock::new();
         if self.is_each_server_in_one_rack && previous_racks.len() == racks.len() {
             let changed_rack_pairs = || {
@@ -191,7 +192,7 @@ impl ServerPool {
 
     fn remove_rack_loads(&mut self, rack: &RackSummary) {
         for summarized_server in &rack.servers {
-            if let Some(position) = self.find_position(summarized_server.id) {
+            if let Some(position) = self.find_server_position(summarized_server.id) {
                 let loads = &mut self.servers[position].loads;
                 *loads = loads.take().filter(|loads| matches!(loads, ServerLoads::Local(_)));
             }
@@ -201,7 +202,7 @@ impl ServerPool {
     /// Adds the loads of a rack's summary. If several summaries contain the same server, the first one counts.
     fn add_rack_loads(&mut self, rack: &RackSummary) {
         for summarized_server in &rack.servers {
-            let Some(position) = self.find_position(summarized_server.id) else { continue };
+            let Some(position) = self.find_server_position(summarized_server.id) else { continue };
             match &mut self.servers[position].loads {
                 loads @ None => *loads = Some(summarized_server.loads.clone()),
                 Some(ServerLoads::Local(_)) => {}
@@ -211,23 +212,23 @@ impl ServerPool {
     }
 
     /// Returns the racks' candidate lists of servers with RSS key `key`.
-    pub(super) fn candidate_lists(&self, key: &RssKey) -> impl Iterator<Item = &BucketCandidateList> {
-        self.racks.iter().flat_map(|rack| &rack.candidate_lists).filter(move |list| list.key == *key)
+    pub(super) fn candidate_lists_with_key(&self, key: &RssKey) -> impl Iterator<Item = &BucketCandidateList> {
+        self.rack_summaries.iter().flat_map(|rack| &rack.candidate_lists).filter(move |list| list.key == *key)
     }
 
     /// Returns the pool with the number of connections that were opened in the last complete report interval.
-    pub fn with_opened_connections(self, connection_count: u64) -> Self {
+    pub fn with_opened_connection_count(self, connection_count: u64) -> Self {
         Self { opened_connection_count: Some(connection_count), ..self }
     }
 
     /// Returns the pool, marked as belonging to the same report interval as the previous table.
     pub fn for_another_table_in_interval(self) -> Self {
-        Self { is_new_interval: false, ..self }
+        Self { is_new_report_interval: false, ..self }
     }
 
     /// Returns the pool in which each placement counts as one request. It is for UDP services that place each datagram
     /// independently, where no request remains at the next table.
-    pub fn counting_placements_as_requests(self) -> Self {
+    pub fn with_placements_counted_as_requests(self) -> Self {
         Self { counts_placements_as_requests: true, ..self }
     }
 
@@ -242,11 +243,17 @@ impl ServerPool {
     }
 
     /// Returns a copy of this pool with `servers` and their loads.
-    pub(super) fn with_server_loads(&self, servers: Vec<PoolServer>) -> Self {
-        Self { servers, racks: self.racks.clone(), position_by_id: Vec::new(), totals: OnceLock::new(), ..*self }
+    pub(super) fn copy_with_server_loads(&self, servers: Vec<PoolServer>) -> Self {
+        Self {
+            servers,
+            rack_summaries: self.rack_summaries.clone(),
+            position_by_id: Vec::new(),
+            totals: OnceLock::new(),
+            ..*self
+        }
     }
 
-    pub(super) fn pool_totals(&self) -> &PoolTotals {
+    pub(super) fn pool_totals(&self) -> &ServerPoolTotals {
         self.totals.get_or_init(|| {
             // The sum starts at -0, as sums of iterators do.
             let (mut core_count, mut load_sum, mut is_uniform, mut first_class) = (0u64, -0.0, true, None);
@@ -258,7 +265,7 @@ impl ServerPool {
                 let class = server.server_class();
                 is_uniform &= class == *first_class.get_or_insert(class);
             }
-            PoolTotals {
+            ServerPoolTotals {
                 neutral_load: if core_count == 0 { 0.0 } else { load_sum / core_count as f64 },
                 has_loads: self.eligible_servers().any(|server| server.loads.is_some()),
                 has_uniform_servers: is_uniform,
@@ -322,13 +329,13 @@ impl ServerPool {
 
     /// Returns whether a server takes part in a bucket. A server in slow start takes part in a fraction of the buckets.
     /// As the fraction grows, buckets are only added.
-    pub fn takes_part_in_bucket(&self, server: &PoolServer, bucket: u32) -> bool {
+    pub fn server_takes_part_in_bucket(&self, server: &PoolServer, bucket: u32) -> bool {
         server.slow_start_fraction >= 1.0 || bucket_hash_fraction(bucket, server.id) < server.slow_start_fraction
     }
 
     /// Returns the mean load per open connection, which is the sum of all loads divided by the number of open
     /// connections.
-    pub fn load_per_connection(&self) -> f64 {
+    pub fn mean_load_per_connection(&self) -> f64 {
         let servers_with_loads = self.servers.iter().filter(|server| server.loads.is_some());
         let open_connection_count: u64 = servers_with_loads.map(|server| u64::from(server.open_connection_count)).sum();
         if open_connection_count == 0 { 0.0 } else { self.total_load() / open_connection_count as f64 }
@@ -371,10 +378,10 @@ impl PoolServer {
         known_load.copied().unwrap_or_else(|| self.mean_load(neutral_load))
     }
 
-    pub(super) fn server_class(&self) -> ServerClass {
+    pub(super) fn server_class(&self) -> ServerLoadClass {
         // The speed of one core is the operator's capacity divided by the number of cores.
         let speed = self.capacity.and_then(|capacity| Some(capacity.get() / f64::from(self.core_count()?.max(1))));
-        ServerClass { weight: self.weight, relative_core_speed: speed.unwrap_or(1.0) }
+        ServerLoadClass { weight: self.weight, relative_core_speed: speed.unwrap_or(1.0) }
     }
 
     /// Returns the number of the server's cores according to its reports or its indirection table, or `None` if both
@@ -405,7 +412,8 @@ mod tests {
         let mut previous_buckets: Vec<u32> = Vec::new();
         for ramp in [0.1, 0.5, 0.9, 1.0] {
             server.slow_start_fraction = ramp;
-            let buckets: Vec<u32> = (0..2048).filter(|bucket| pool.takes_part_in_bucket(&server, *bucket)).collect();
+            let buckets: Vec<u32> =
+                (0..2048).filter(|bucket| pool.server_takes_part_in_bucket(&server, *bucket)).collect();
             assert!((buckets.len() as f64 / 2048.0 - ramp).abs() < 0.03, "{ramp}: {}", buckets.len());
             assert!(previous_buckets.iter().all(|bucket| buckets.contains(bucket)));
             previous_buckets = buckets;
@@ -434,7 +442,7 @@ mod tests {
     prop_compose! {
         /// Generates local loads of some servers and summaries of some racks, several of which may have the same
         /// server.
-        fn step_strategy()(
+        fn any_pool_update()(
             local_reports in prop::collection::vec((0usize..10, prop::option::weighted(0.3, 1u32..9)), 0..4),
             racks in prop::collection::vec((0usize..5, prop::collection::vec((0u64..12, 1u32..9), 0..5)), 0..3),
             rack_count in prop_oneof![4 => Just(4usize), 1 => 0usize..6],
@@ -467,7 +475,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pool_updated_in_steps_equals_a_newly_built_pool(steps in prop::collection::vec(step_strategy(), 1..10)) {
+        fn pool_updated_in_steps_equals_a_newly_built_pool(steps in prop::collection::vec(any_pool_update(), 1..10)) {
             let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(server_id(n))).collect();
             let mut racks: Vec<Arc<RackSummary>> = (0..6).map(|_| rack_summary(&[])).collect();
             let mut pool = ServerPool::new(servers.clone(), 1);
@@ -480,10 +488,11 @@ mod tests {
                 for (rack, of_rack) in rack_reports {
                     racks[rack] = rack_summary(&of_rack);
                 }
-                pool = pool.for_next_table(3).with_opened_connections(4);
+                pool = pool.for_next_table(3).with_opened_connection_count(4);
                 pool = pool.with_rack_summaries(racks[..rack_count].to_vec());
                 let new_pool = ServerPool::new(servers.clone(), 3);
-                let new_pool = new_pool.with_opened_connections(4).with_rack_summaries(racks[..rack_count].to_vec());
+                let new_pool = new_pool.with_opened_connection_count(4);
+                let new_pool = new_pool.with_rack_summaries(racks[..rack_count].to_vec());
                 prop_assert_eq!(pool.servers(), new_pool.servers());
                 prop_assert_eq!(pool.neutral_load(), new_pool.neutral_load());
                 prop_assert_eq!(pool.has_loads(), new_pool.has_loads());

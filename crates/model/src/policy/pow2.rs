@@ -2,8 +2,10 @@
 //! choices", 2001). A server's load is the mean of its cores, reported at the same rate as for `crossrss` (CrossRSS,
 //! CoNEXT'20, Sect. 3). `pow2:connections` and so on compare another metric.
 
-use super::wrr_schedule::evenly_spread_positions;
-use super::{LoadMetric, Policy, ServerPool, TelemetryLevel, independent_hash_key, table_without_candidates};
+use super::wrr_schedule::evenly_spread_server_positions;
+use super::{
+    LoadMetric, PlacementPolicy, ServerPool, TelemetryLevel, hash_key_independent_of_rss, table_without_candidates,
+};
 use crate::load::load_to_fixed_point;
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
@@ -18,11 +20,11 @@ pub struct PowerOfTwoPolicy {
 
 impl PowerOfTwoPolicy {
     pub fn new(metric: LoadMetric, seed: u64) -> Self {
-        Self { hash_key: independent_hash_key(seed), metric }
+        Self { hash_key: hash_key_independent_of_rss(seed), metric }
     }
 }
 
-impl Policy for PowerOfTwoPolicy {
+impl PlacementPolicy for PowerOfTwoPolicy {
     fn name(&self) -> &'static str {
         match self.metric {
             LoadMetric::Cpu => POLICY_NAMES[0],
@@ -44,7 +46,7 @@ impl Policy for PowerOfTwoPolicy {
         let mut table =
             table_without_candidates(pool, PlacementRule::PowerOfTwo, bucket_count, generation, self.hash_key.clone());
         if self.metric != LoadMetric::Cpu {
-            let comparison_shares = self.metric.comparison_shares(pool);
+            let comparison_shares = self.metric.fair_metric_shares(pool);
             let relative_loads: Vec<f64> = self
                 .metric
                 .server_loads(pool)
@@ -58,7 +60,8 @@ impl Policy for PowerOfTwoPolicy {
             }
         }
         let shares: Vec<f64> = pool.new_connection_shares().into_iter().map(|(_, share)| share).collect();
-        table.members = evenly_spread_positions(&shares).into_iter().map(|position| table.members[position]).collect();
+        table.members =
+            evenly_spread_server_positions(&shares).into_iter().map(|position| table.members[position]).collect();
         table
     }
 }

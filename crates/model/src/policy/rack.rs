@@ -4,8 +4,8 @@
 //! A table needs the k least loaded cores of each bucket. A core among the k least of all is among the k least of its
 //! rack, because fewer cores of the rack are before it. So the k least of the racks' lists are the k least of all, in
 //! the same order if the server's id breaks ties. Cores may be compared by another value than their load
-//! ([`super::normalized_load`]), which depends on the whole pool. In a `ServerClass` that value never falls where loads
-//! rise. So a rack sends the k least of each class and needs no knowledge of other racks.
+//! ([`super::normalized_load`]), which depends on the whole pool. In a `ServerLoadClass` that value never falls where
+//! loads rise. So a rack sends the k least of each class and needs no knowledge of other racks.
 //!
 //! Policies also use each server's mean load with its number of cores, and the total work missing to a level
 //! ([`LoadHistogram`]). The level is known once all loads are. All sums are exact to the last bit. The controller
@@ -16,9 +16,9 @@
 use std::collections::BTreeMap;
 
 use super::bucket_loads::reachable_core_and_load;
-use super::groups::LeastCoreList;
-use super::loads::{LoadHistogram, LoadHistogramBins, ServerClass, ServerLoads};
-use super::{Policy, PoolServer, ServerPool};
+use super::groups::LeastLoadedCoreList;
+use super::loads::{LoadHistogram, LoadHistogramBins, ServerLoadClass, ServerLoads};
+use super::{PlacementPolicy, PoolServer, ServerPool};
 use crate::ServerId;
 use crate::placement::{BucketCount, ServerCore};
 use crate::rss::RssKey;
@@ -32,7 +32,7 @@ pub struct RackSummary {
     /// Servers of the rack with known loads, by id.
     pub servers: Vec<SummarizedServer>,
     /// Load histogram of each class of eligible servers with [`ServerLoads::Aggregated`].
-    pub histograms_by_class: Vec<(ServerClass, LoadHistogramBins)>,
+    pub histograms_by_class: Vec<(ServerLoadClass, LoadHistogramBins)>,
     /// Least loaded cores of eligible servers with [`ServerLoads::Aggregated`], in one list per RSS key and class.
     pub candidate_lists: Vec<BucketCandidateList>,
 }
@@ -69,19 +69,19 @@ impl BucketCandidateList {
 
 impl RackSummary {
     /// Returns the summary of a rack whose servers are in `pool`, with at most `max_candidate_count` candidates per
-    /// bucket. Fewer than [`Policy::max_candidates_per_bucket`] lose information. Callers call it once per table,
-    /// because the policy may smooth loads.
+    /// bucket. Fewer than [`PlacementPolicy::max_candidates_per_bucket`] lose information. Callers call it once per
+    /// table, because the policy may smooth loads.
     pub fn from_pool(
         pool: &ServerPool,
-        policy: &mut dyn Policy,
+        policy: &mut dyn PlacementPolicy,
         bucket_count: BucketCount,
         max_candidate_count: usize,
     ) -> Self {
         let max_candidates_per_bucket = policy.max_candidates_per_bucket(bucket_count).min(max_candidate_count);
-        let preprocessed_pool = policy.preprocess(pool);
+        let preprocessed_pool = policy.preprocess_pool(pool);
         let mut summary = Self { servers: Vec::new(), histograms_by_class: Vec::new(), candidate_lists: Vec::new() };
-        let mut histogram_by_class: BTreeMap<ServerClass, LoadHistogram> = BTreeMap::new();
-        let mut servers_by_key_and_class: Vec<(&RssKey, ServerClass, Vec<&PoolServer>)> = Vec::new();
+        let mut histogram_by_class: BTreeMap<ServerLoadClass, LoadHistogram> = BTreeMap::new();
+        let mut servers_by_key_and_class: Vec<(&RssKey, ServerLoadClass, Vec<&PoolServer>)> = Vec::new();
         for server in &preprocessed_pool.servers {
             let Some(loads) = &server.loads else { continue };
             let Some(cores) = loads.core_loads().filter(|cores| !cores.is_empty()) else { continue };
@@ -128,14 +128,14 @@ fn build_candidate_list(
     let candidates_per_bucket = servers.len().min(max_candidate_count);
     let mut candidates = Vec::with_capacity(candidates_per_bucket * bucket_count.get() as usize);
     for bucket in 0..bucket_count.get() {
-        let mut least_cores = LeastCoreList::new(candidates_per_bucket);
+        let mut least_cores = LeastLoadedCoreList::new(candidates_per_bucket);
         for server in servers {
             let rss = server.rss.as_ref().expect("servers are listed by their key");
             // All loads are known, so no neutral value is needed.
             let (core, load) = reachable_core_and_load(server, rss, bucket, bucket_count, 0.0);
-            least_cores.insert_if_least(load, load, ServerCore { server: server.id, core });
+            least_cores.insert_core_if_least(load, load, ServerCore { server: server.id, core });
         }
-        candidates.extend(least_cores.cores_with_loads().map(|(core, load, _)| (core, load)));
+        candidates.extend(least_cores.cores_loads_and_ranking_values().map(|(core, load, _)| (core, load)));
     }
     BucketCandidateList { key: key.clone(), candidates_per_bucket, candidates }
 }

@@ -1,7 +1,7 @@
 //! Policy `rr`, by which new connections go to the servers in turn, each as often as its weight.
 
 use super::wrr_schedule::weighted_turn_table;
-use super::{Policy, ServerPool, independent_hash_key};
+use super::{PlacementPolicy, ServerPool, hash_key_independent_of_rss};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
@@ -13,11 +13,11 @@ pub struct RoundRobinPolicy {
 
 impl RoundRobinPolicy {
     pub fn new(seed: u64) -> Self {
-        Self { hash_key: independent_hash_key(seed) }
+        Self { hash_key: hash_key_independent_of_rss(seed) }
     }
 }
 
-impl Policy for RoundRobinPolicy {
+impl PlacementPolicy for RoundRobinPolicy {
     fn name(&self) -> &'static str {
         POLICY_NAME
     }

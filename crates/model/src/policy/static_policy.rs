@@ -1,7 +1,7 @@
 //! Policies whose table depends on the pool alone (hash, consistent-hash, maglev). They differ in how they share
 //! buckets.
 
-use super::{Policy, ServerPool, independent_hash_key, table_with_server_per_bucket};
+use super::{PlacementPolicy, ServerPool, hash_key_independent_of_rss, table_with_server_per_bucket};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -18,11 +18,11 @@ pub struct StaticPolicy {
 
 impl StaticPolicy {
     pub fn new(name: &'static str, assign_buckets: BucketAssigner, seed: u64) -> Self {
-        Self { name, assign_buckets, hash_key: independent_hash_key(seed) }
+        Self { name, assign_buckets, hash_key: hash_key_independent_of_rss(seed) }
     }
 }
 
-impl Policy for StaticPolicy {
+impl PlacementPolicy for StaticPolicy {
     fn name(&self) -> &'static str {
         self.name
     }

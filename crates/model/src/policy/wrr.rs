@@ -2,7 +2,7 @@
 //! The default capacity is the number of cores.
 
 use super::wrr_schedule::weighted_turn_table;
-use super::{Policy, ServerPool, independent_hash_key};
+use super::{PlacementPolicy, ServerPool, hash_key_independent_of_rss};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
@@ -14,11 +14,11 @@ pub struct WeightedRoundRobinPolicy {
 
 impl WeightedRoundRobinPolicy {
     pub fn new(seed: u64) -> Self {
-        Self { hash_key: independent_hash_key(seed) }
+        Self { hash_key: hash_key_independent_of_rss(seed) }
     }
 }
 
-impl Policy for WeightedRoundRobinPolicy {
+impl PlacementPolicy for WeightedRoundRobinPolicy {
     fn name(&self) -> &'static str {
         POLICY_NAME
     }
@@ -56,7 +56,7 @@ mod tests {
             loads: loads.map(ServerLoads::from),
             rss: cores.map(|cores| RssConfig {
                 key: RssKey::microsoft_verification_key(),
-                indirection_table: IndirectionTable::balanced(id, 128, cores).unwrap(),
+                indirection_table: IndirectionTable::draw_balanced_entries(id, 128, cores).unwrap(),
             }),
             ..PoolServer::new(id.try_into().unwrap())
         };

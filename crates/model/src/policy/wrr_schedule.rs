@@ -19,7 +19,8 @@ pub fn weighted_turn_table(
     shares: &[f64],
 ) -> PlacementTable {
     let mut table = table_without_candidates(pool, PlacementRule::RoundRobin, bucket_count, generation, key);
-    table.members = evenly_spread_positions(shares).into_iter().map(|position| table.members[position]).collect();
+    table.members =
+        evenly_spread_server_positions(shares).into_iter().map(|position| table.members[position]).collect();
     table
 }
 
@@ -27,16 +28,16 @@ pub fn weighted_turn_table(
 const TURNS_PER_UNIT_OF_SHARE: f64 = 64.0;
 
 /// Returns a sequence of positions in `shares`. Each position occurs in proportion to its share, evenly spread.
-pub fn evenly_spread_positions(shares: &[f64]) -> Vec<usize> {
+pub fn evenly_spread_server_positions(shares: &[f64]) -> Vec<usize> {
     let are_whole_numbers = shares.iter().all(|share| share.fract() == 0.0);
     let turns_per_share = if are_whole_numbers { 1.0 } else { TURNS_PER_UNIT_OF_SHARE };
     let turn_counts: Vec<u32> = shares.iter().map(|share| ((share * turns_per_share).round() as u32).max(1)).collect();
-    interleaved_positions(&reduce_weights_to_fit(&turn_counts))
+    interleaved_server_positions(&reduce_weights_to_table_size(&turn_counts))
 }
 
 /// Returns the weights in lowest terms. If their sum exceeds the data plane's table, they are scaled down, but not
 /// below 1.
-fn reduce_weights_to_fit(weights: &[u32]) -> Vec<u32> {
+fn reduce_weights_to_table_size(weights: &[u32]) -> Vec<u32> {
     let divisor = weights.iter().copied().fold(0, greatest_common_divisor).max(1);
     let total_turns: u64 = weights.iter().map(|weight| u64::from(weight / divisor)).sum();
     let max_turns = u64::from(intf::MAX_MEMBERS);
@@ -59,7 +60,7 @@ fn greatest_common_divisor(a: u32, b: u32) -> u32 {
 /// For a server of share r, the bound permits turn k (from 0) only from (k + d) / r to (k + 1 - d) / r. Among the
 /// servers whose next turn is permitted, the one with the earliest end comes next. A schedule within the bound exists,
 /// and this rule finds one.
-fn interleaved_positions(weights: &[u32]) -> Vec<usize> {
+fn interleaved_server_positions(weights: &[u32]) -> Vec<usize> {
     if weights.len() == 1 {
         return vec![0; weights[0] as usize];
     }
@@ -100,20 +101,20 @@ mod tests {
 
     use super::*;
 
-    fn positions_for_weights(weights: &[u32]) -> Vec<usize> {
+    fn server_positions_for_weights(weights: &[u32]) -> Vec<usize> {
         let shares: Vec<f64> = weights.iter().copied().map(f64::from).collect();
-        super::evenly_spread_positions(&shares)
+        super::evenly_spread_server_positions(&shares)
     }
 
     #[test]
     fn equal_weights_alternate_and_unequal_weights_interleave() {
-        assert_eq!(positions_for_weights(&[10, 10, 10]), [0, 1, 2]);
-        assert_eq!(positions_for_weights(&[4, 2, 2]), [0, 1, 0, 2]);
-        assert_eq!(positions_for_weights(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
-        assert_eq!(positions_for_weights(&[3]), [0]);
-        assert_eq!(positions_for_weights(&[]), Vec::<usize>::new());
+        assert_eq!(server_positions_for_weights(&[10, 10, 10]), [0, 1, 2]);
+        assert_eq!(server_positions_for_weights(&[4, 2, 2]), [0, 1, 0, 2]);
+        assert_eq!(server_positions_for_weights(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
+        assert_eq!(server_positions_for_weights(&[3]), [0]);
+        assert_eq!(server_positions_for_weights(&[]), Vec::<usize>::new());
         // The third server has half a share.
-        let turns_with_half_share = super::evenly_spread_positions(&[1.0, 1.0, 0.5]);
+        let turns_with_half_share = super::evenly_spread_server_positions(&[1.0, 1.0, 0.5]);
         assert_eq!(
             (turns_with_half_share.len(), turns_with_half_share.iter().filter(|position| **position == 2).count()),
             (5, 1)
@@ -123,7 +124,7 @@ mod tests {
     #[test]
     fn oversized_weights_are_scaled_down() {
         let weights: Vec<u32> = (0..2_000).map(|server| if server < 1_000 { 30 } else { 2 }).collect();
-        let scaled_turns = positions_for_weights(&weights);
+        let scaled_turns = server_positions_for_weights(&weights);
         let count_server_turns = |server: usize| scaled_turns.iter().filter(|position| **position == server).count();
         assert!(
             scaled_turns.len() <= intf::MAX_MEMBERS as usize && scaled_turns.len() > 15_000,
@@ -136,7 +137,7 @@ mod tests {
             count_server_turns(3),
             count_server_turns(1_500)
         );
-        assert_eq!(reduce_weights_to_fit(&[7; 16_384]), [1; 16_384]);
+        assert_eq!(reduce_weights_to_table_size(&[7; 16_384]), [1; 16_384]);
     }
 
     proptest! {
@@ -145,7 +146,7 @@ mod tests {
         fn every_window_of_turns_has_fair_shares(
             weights in prop::collection::vec(1u32..40, 1..30), first_turn in 0usize..500, window_turns in 1usize..500
         ) {
-            let positions_by_turn = positions_for_weights(&weights);
+            let positions_by_turn = server_positions_for_weights(&weights);
             let total_weight = f64::from(weights.iter().sum::<u32>());
             for (server, weight) in weights.iter().enumerate() {
                 let is_turn_of_server =

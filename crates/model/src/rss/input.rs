@@ -2,7 +2,7 @@
 
 use coreward_intf as intf;
 
-use super::MAX_INPUT_BYTES;
+use super::MAX_RSS_INPUT_BYTES;
 
 /// Transformation of a packet's addresses and ports before the NIC hashes them (`input_xfrm` of `struct ethtool_rxfh`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -21,14 +21,14 @@ pub enum RssInputTransform {
 /// Error returned for the number of an unknown input transform.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("input transform {0} of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)")]
-pub struct UnknownInputTransform(pub u32);
+pub struct UnknownRssInputTransform(pub u32);
 
 impl TryFrom<u32> for RssInputTransform {
-    type Error = UnknownInputTransform;
+    type Error = UnknownRssInputTransform;
 
-    fn try_from(number: u32) -> Result<Self, UnknownInputTransform> {
+    fn try_from(number: u32) -> Result<Self, UnknownRssInputTransform> {
         let input_transform = Self::ALL.into_iter().find(|input| u32::from(input.ethtool_number()) == number);
-        input_transform.ok_or(UnknownInputTransform(number))
+        input_transform.ok_or(UnknownRssInputTransform(number))
     }
 }
 
@@ -68,7 +68,7 @@ impl RssInputTransform {
     pub(super) fn transform_tuple(self, four_tuple_bytes: &[u8]) -> Vec<u8> {
         let mut tuple = four_tuple_bytes.to_vec();
         let address_bytes = match tuple.len() {
-            IPV4_INPUT_BYTES | MAX_INPUT_BYTES => tuple.len() - 4,
+            IPV4_RSS_INPUT_BYTES | MAX_RSS_INPUT_BYTES => tuple.len() - 4,
             length => length,
         };
         let (addresses, ports) = tuple.split_at_mut(address_bytes);
@@ -83,4 +83,4 @@ impl RssInputTransform {
 }
 
 /// Number of bytes of the hash input for IPv4 addresses and ports.
-const IPV4_INPUT_BYTES: usize = intf::RSS_INPUT_IPV4_BYTES as usize;
+const IPV4_RSS_INPUT_BYTES: usize = intf::RSS_INPUT_IPV4_BYTES as usize;

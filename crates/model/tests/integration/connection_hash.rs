@@ -10,8 +10,8 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 /// Number of tuples in each set. Random hashes of as many tuples cause 128 collisions in a table of 4,096 positions.
-const TUPLES_PER_SET: u32 = 1024;
-const KEY_COUNT: u64 = 200;
+const TUPLES_PER_CLIENT_SET: u32 = 1024;
+const HASH_KEY_COUNT: u64 = 200;
 /// Number of hash bits that select a table position in this test. coreward selects a source's counter by 12 bits, a
 /// hint by 14, and a set of the flow table by 17.
 const TABLE_POSITION_BITS: u32 = 12;
@@ -41,21 +41,21 @@ const CLIENT_SETS: [ClientSet; 9] = [
 
 /// Returns the ratio of the set's colliding pairs to the number expected by chance, averaged over many keys. A pair
 /// collides if both tuples have the same table position.
-fn collision_ratio_to_chance(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, hash_shift: u32) -> f64 {
+fn collision_ratio_relative_to_chance(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, hash_shift: u32) -> f64 {
     let mut rng = seeded_rng(171, hash_shift.into());
     let mut colliding_pair_count = 0u64;
-    for _ in 0..KEY_COUNT {
+    for _ in 0..HASH_KEY_COUNT {
         let key = CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let mut tuple_count_by_position: HashMap<u64, u64> = HashMap::new();
-        for n in 0..TUPLES_PER_SET {
+        for n in 0..TUPLES_PER_CLIENT_SET {
             *tuple_count_by_position
                 .entry(hash(&key, set.1(n)) >> hash_shift & ((1 << TABLE_POSITION_BITS) - 1))
                 .or_default() += 1;
         }
         colliding_pair_count += tuple_count_by_position.values().map(|count| count * (count - 1) / 2).sum::<u64>();
     }
-    let pair_count = f64::from(TUPLES_PER_SET) * f64::from(TUPLES_PER_SET - 1) / 2.0;
-    colliding_pair_count as f64 / KEY_COUNT as f64 / (pair_count / f64::from(1 << TABLE_POSITION_BITS))
+    let pair_count = f64::from(TUPLES_PER_CLIENT_SET) * f64::from(TUPLES_PER_CLIENT_SET - 1) / 2.0;
+    colliding_pair_count as f64 / HASH_KEY_COUNT as f64 / (pair_count / f64::from(1 << TABLE_POSITION_BITS))
 }
 
 /// Returns the connection hash. Its low half selects table positions, and its upper half is the tag in the table entry.
@@ -77,7 +77,7 @@ fn structured_tuples_collide_only_as_often_as_by_chance() {
     // The lowest bits, the bits of a set of the flow table above them, and both ends of the tag.
     for shift in [0, 5, 32, 52] {
         for set in CLIENT_SETS {
-            let collision_ratio = collision_ratio_to_chance(connection_hash, set, shift);
+            let collision_ratio = collision_ratio_relative_to_chance(connection_hash, set, shift);
             println!("{} at bit {shift}: {collision_ratio:.2} times chance", set.0);
             assert!(
                 collision_ratio < MAX_COLLISION_RATIO,
@@ -91,7 +91,7 @@ fn structured_tuples_collide_only_as_often_as_by_chance() {
 #[test]
 fn single_multiplication_hash_collides_more_often_than_by_chance() {
     let max_collision_ratio = CLIENT_SETS
-        .map(|set| collision_ratio_to_chance(single_multiplication_hash, set, 0))
+        .map(|set| collision_ratio_relative_to_chance(single_multiplication_hash, set, 0))
         .into_iter()
         .fold(0.0, f64::max);
     println!("{max_collision_ratio:.0} times chance");

@@ -9,10 +9,10 @@ use std::sync::atomic::AtomicU64 as PlainWord;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::connection_table::table::{
-    AtomicWordStorage, ConnectionTable, NewConnection, TableWord, TakeSlotError,
+    AtomicWordStorage, ConnectionSlotError, ConnectionTable, ConnectionTableWord, NewConnection,
 };
 use coreward_model::connection_table::{
-    ClockTicks, Connection, ConnectionHash, ConnectionIndex, ConnectionTableSize, TableEntryIdentity,
+    ConnectionEntry, ConnectionHash, ConnectionIndex, ConnectionTableSize, DecisecondTicks, TableEntryIdentity,
 };
 use coreward_model::cookie::CookieKey;
 use loom::sync::Arc;
@@ -20,7 +20,7 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
 
 const SERVICE_SLOT: u16 = 3;
-const WORDS_PER_ENTRY: usize = size_of::<intf::connection>() / 8;
+const WORDS_PER_CONNECTION_ENTRY: usize = size_of::<intf::connection>() / 8;
 /// Number of usable slots in the table's one partition. The number of orders that loom tries grows quickly with it.
 const USABLE_SLOT_COUNT: usize = 2;
 
@@ -33,7 +33,7 @@ struct LoomTableMemory {
     identity_words: [AtomicU64; USABLE_SLOT_COUNT],
     port_flags_next_words: [AtomicU64; USABLE_SLOT_COUNT],
     generation_words: [AtomicU64; USABLE_SLOT_COUNT],
-    plain_entry_words: [[PlainWord; WORDS_PER_ENTRY]; USABLE_SLOT_COUNT],
+    plain_entry_words: [[PlainWord; WORDS_PER_CONNECTION_ENTRY]; USABLE_SLOT_COUNT],
     /// Value of every word of the unusable slots, which is 0 as in a free slot.
     unused_slot_word: PlainWord,
     /// Mask of the stack top's bits that the test keeps. If it omits the bits of the change count, the ABA problem
@@ -63,14 +63,14 @@ impl LoomTableMemory {
         }
     }
 
-    fn word_ref(&self, table_word: TableWord) -> TableWordRef<'_> {
+    fn word_ref(&self, table_word: ConnectionTableWord) -> TableWordRef<'_> {
         const IDENTITY_OFFSET: usize = std::mem::offset_of!(intf::connection, identity);
         const PORT_FLAGS_NEXT_OFFSET: usize = std::mem::offset_of!(intf::connection, client_port);
         const GENERATION_OFFSET: usize = std::mem::offset_of!(intf::connection, generation);
         match table_word {
-            TableWord::PartitionStackTop(_) => TableWordRef::LoomWord(&self.stack_top),
-            TableWord::PartitionClockHand(_) => TableWordRef::UnsharedWord(&self.clock_hand),
-            TableWord::EntryWordAtOffset(index, field_offset) => {
+            ConnectionTableWord::PartitionStackTop(_) => TableWordRef::LoomWord(&self.stack_top),
+            ConnectionTableWord::PartitionClockHand(_) => TableWordRef::UnsharedWord(&self.clock_hand),
+            ConnectionTableWord::EntryWordAtOffset(index, field_offset) => {
                 let slot = index.slot() as usize;
                 match field_offset {
                     _ if slot >= USABLE_SLOT_COUNT => TableWordRef::UnsharedWord(&self.unused_slot_word),
@@ -85,9 +85,9 @@ impl LoomTableMemory {
 }
 
 impl AtomicWordStorage for LoomTableMemory {
-    fn load(&self, table_word: TableWord) -> u64 {
+    fn load(&self, table_word: ConnectionTableWord) -> u64 {
         match self.word_ref(table_word) {
-            TableWordRef::LoomWord(cell) if matches!(table_word, TableWord::PartitionStackTop(_)) => {
+            TableWordRef::LoomWord(cell) if matches!(table_word, ConnectionTableWord::PartitionStackTop(_)) => {
                 cell.load(Ordering::Acquire) & self.stack_top_mask
             }
             TableWordRef::LoomWord(cell) => cell.load(Ordering::Acquire),
@@ -95,22 +95,26 @@ impl AtomicWordStorage for LoomTableMemory {
         }
     }
 
-    fn store(&self, table_word: TableWord, value: u64) {
+    fn store(&self, table_word: ConnectionTableWord, value: u64) {
         match self.word_ref(table_word) {
             TableWordRef::LoomWord(cell) => cell.store(value, Ordering::Relaxed),
             TableWordRef::UnsharedWord(cell) => cell.store(value, Ordering::Relaxed),
         }
     }
 
-    fn compare_exchange(&self, table_word: TableWord, old: u64, new: u64) -> bool {
+    fn compare_exchange(&self, table_word: ConnectionTableWord, old: u64, new: u64) -> bool {
         let TableWordRef::LoomWord(cell) = self.word_ref(table_word) else {
             unreachable!("no plain word is exchanged")
         };
-        let new = if matches!(table_word, TableWord::PartitionStackTop(_)) { new & self.stack_top_mask } else { new };
+        let new = if matches!(table_word, ConnectionTableWord::PartitionStackTop(_)) {
+            new & self.stack_top_mask
+        } else {
+            new
+        };
         cell.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    fn publish(&self, table_word: TableWord, value: u64) {
+    fn store_release(&self, table_word: ConnectionTableWord, value: u64) {
         let TableWordRef::LoomWord(cell) = self.word_ref(table_word) else {
             unreachable!("no plain word is published")
         };
@@ -128,7 +132,7 @@ fn table_size() -> ConnectionTableSize {
 fn table_with_free_slots(free_slot_count: usize, stack_top_mask: u64) -> Arc<LoomConnectionTable> {
     let table = ConnectionTable::new(LoomTableMemory::new(stack_top_mask), table_size());
     for slot in (0..free_slot_count as u32).rev() {
-        table.push_slot(ConnectionIndex::new(0, slot));
+        table.push_free_slot(ConnectionIndex::new(0, slot));
     }
     Arc::new(table)
 }
@@ -147,8 +151,8 @@ fn server_of_client(client_port: u16) -> ServerId {
     ServerId::try_from(u64::from(client_port)).unwrap()
 }
 
-fn take_slot(table: &LoomConnectionTable, client_port: u16) -> Result<ConnectionIndex, TakeSlotError> {
-    table.take_slot(&new_connection(client_port), server_of_client(client_port), ClockTicks(5))
+fn take_slot(table: &LoomConnectionTable, client_port: u16) -> Result<ConnectionIndex, ConnectionSlotError> {
+    table.take_slot(&new_connection(client_port), server_of_client(client_port), DecisecondTicks(5))
 }
 
 fn entry_identity_of_client(client_port: u16, generation: u16) -> TableEntryIdentity {
@@ -165,7 +169,7 @@ fn entry_identity_of_client(client_port: u16, generation: u16) -> TableEntryIden
 fn free_entry(table: &LoomConnectionTable, index: ConnectionIndex, identity: TableEntryIdentity) -> bool {
     let is_released = table.release_entry(index, identity);
     if is_released {
-        table.push_slot(index);
+        table.push_free_slot(index);
     }
     is_released
 }
@@ -181,7 +185,7 @@ fn assert_slots_are_consistent(table: &LoomConnectionTable, taken_slots: &[(u16,
             Some((*index, server_of_client(*client)))
         );
     }
-    let stack_slots = table.free_slots(0);
+    let stack_slots = table.free_slot_indexes(0);
     let all_slots = taken_slots.iter().map(|(_, index)| *index).chain(stack_slots.iter().copied());
     let distinct_slots: BTreeSet<_> = all_slots.clone().collect();
     assert_eq!(
@@ -207,8 +211,8 @@ fn slots_are_neither_lost_nor_duplicated_by_concurrent_accesses() {
         for (client, take_result) in packet_threads.map(|thread_handle| thread_handle.join().unwrap()) {
             match take_result {
                 Ok(index) => taken_slots.push((client, index)),
-                Err(TakeSlotError::PartitionFull) => {}
-                Err(TakeSlotError::Contended) => panic!("three changes cannot spoil eight attempts"),
+                Err(ConnectionSlotError::PartitionFull) => {}
+                Err(ConnectionSlotError::Contended) => panic!("three changes cannot spoil eight attempts"),
             }
         }
         assert!(!taken_slots.is_empty(), "one slot was free all the time");
@@ -290,7 +294,7 @@ fn only_one_of_two_concurrent_frees_of_an_entry_succeeds() {
 
 /// Lets a packet reuse the only used slot, whose entry has expired, while `other_operation` runs. Returns the results
 /// of both.
-fn reuse_slot_concurrently_with<T>(
+fn reuse_slot_during_other_operation<T>(
     other_operation: impl Fn(&LoomConnectionTable, ConnectionIndex) -> Option<T>,
 ) -> (Option<ConnectionIndex>, Option<T>) {
     let table = table_with_free_slots(1, FULL_STACK_TOP_MASK);
@@ -309,16 +313,21 @@ fn reuse_slot_concurrently_with<T>(
 
 /// Lets the client with port `client_port` reuse the slot of client 1, whose entry counts as expired.
 fn reuse_expired_slot(table: &LoomConnectionTable, client_port: u16) -> Option<ConnectionIndex> {
-    let is_of_client_1 = |connection: &Connection| connection.client.port() == 1;
+    let is_of_client_1 = |connection: &ConnectionEntry| connection.client.port() == 1;
     table
-        .reuse_expired_slot(&new_connection(client_port), server_of_client(client_port), ClockTicks(5), is_of_client_1)
+        .reuse_expired_slot(
+            &new_connection(client_port),
+            server_of_client(client_port),
+            DecisecondTicks(5),
+            is_of_client_1,
+        )
         .map(|(index, _)| index)
 }
 
 #[test]
 fn expired_entry_is_reused_by_at_most_one_packet() {
     loom::model(|| {
-        let (first, second) = reuse_slot_concurrently_with(|table, _| reuse_expired_slot(table, 3));
+        let (first, second) = reuse_slot_during_other_operation(|table, _| reuse_expired_slot(table, 3));
         assert!(first.is_none() || second.is_none(), "{first:?}, {second:?}");
     });
 }
@@ -326,7 +335,7 @@ fn expired_entry_is_reused_by_at_most_one_packet() {
 #[test]
 fn expired_entry_is_either_reused_or_freed() {
     loom::model(|| {
-        let (reused_index, release_result) = reuse_slot_concurrently_with(|table, index| {
+        let (reused_index, release_result) = reuse_slot_during_other_operation(|table, index| {
             table.release_entry(index, entry_identity_of_client(1, 0)).then_some(())
         });
         assert!(reused_index.is_some() != release_result.is_some(), "{reused_index:?}, {release_result:?}");

@@ -5,8 +5,8 @@ use std::net::Ipv4Addr;
 
 use coreward_model::placement::{BucketCount, PlacementRule, PlacementTable, PlacementTableState};
 use coreward_model::policy::{
-    POLICY_REGISTRY, Policy, PoolServer, ServerCapacity, ServerPool, ServerWeight, TelemetryLevel, TrafficRates,
-    create_policy_by_name, policy_names, required_telemetry_level,
+    POLICY_REGISTRY, PlacementPolicy, PoolServer, ServerCapacity, ServerPool, ServerWeight, TelemetryLevel,
+    TrafficRates, create_policy_by_name, policy_names, required_telemetry_level,
 };
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
@@ -26,14 +26,18 @@ fn four_core_server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> P
         loads: loads.map(|loads| Vec::from(loads).into()),
         rss: Some(RssConfig {
             key: rss_key.clone(),
-            indirection_table: IndirectionTable::balanced(number, 128, 4).unwrap(),
+            indirection_table: IndirectionTable::draw_balanced_entries(number, 128, 4).unwrap(),
         }),
         open_connection_count: 10,
         ..PoolServer::new(server_id(number))
     }
 }
 
-fn compute_table_with_128_buckets(policy: &mut dyn Policy, pool: &ServerPool, generation: u32) -> PlacementTable {
+fn compute_table_with_128_buckets(
+    policy: &mut dyn PlacementPolicy,
+    pool: &ServerPool,
+    generation: u32,
+) -> PlacementTable {
     policy.compute_table(pool, BucketCount::PAPER_VALUE, generation.into())
 }
 
@@ -50,7 +54,7 @@ fn core_selected_by_rss(server: &PoolServer, tuple: &FourTuple) -> u16 {
 }
 
 #[test]
-fn hash_uses_all_cores_of_every_server() {
+fn hash_policy_uses_all_cores_of_every_server() {
     let rss_key = seeded_rss_key(1);
     let pool = ServerPool::new((1..=4).map(|n| four_core_server(n, &rss_key, None)).collect(), 1);
     let table = create_policy_by_name("hash", 5).unwrap().compute_table(&pool, BucketCount::PAPER_VALUE, 1);
@@ -161,7 +165,7 @@ fn crossrss_plus_spreads_connections_evenly_over_cores_before_the_first_report()
 }
 
 #[test]
-fn interval_connections_count_as_1_5_times_the_deficits() {
+fn connection_cost_is_1_5_times_the_deficit_per_connection() {
     let rss_key = seeded_rss_key(1);
     // The mean is 0.5, and two cores lack 0.2 and 0.1.
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
@@ -171,7 +175,7 @@ fn interval_connections_count_as_1_5_times_the_deficits() {
     // The loads do not change, so newest and recent loads are the same.
     let mut assignment_cost_for = |opened_connection_count| {
         let table = policy.compute_table(
-            &create_pool().with_opened_connections(opened_connection_count),
+            &create_pool().with_opened_connection_count(opened_connection_count),
             BucketCount::PAPER_VALUE,
             1,
         );
@@ -193,7 +197,7 @@ fn policies_that_use_opened_connection_counts_request_telemetry() {
     for (name, make_policy) in POLICY_REGISTRY {
         let cost_and_candidates_for = |opened_connection_count| {
             let table = make_policy(1).compute_table(
-                &pool.clone().with_opened_connections(opened_connection_count),
+                &pool.clone().with_opened_connection_count(opened_connection_count),
                 BucketCount::PAPER_VALUE,
                 1,
             );
@@ -212,7 +216,7 @@ fn cost_of_a_request_is_the_mean_load_per_request() {
     let rss_key = seeded_rss_key(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = ServerPool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
-    let pool = pool.with_opened_connections(400).counting_placements_as_requests();
+    let pool = pool.with_opened_connection_count(400).with_placements_counted_as_requests();
     let table = compute_table_with_128_buckets(create_policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     // The cost is all load (4) over an interval's requests, of which each of the two load balancers gets half.
     let assignment_cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
@@ -268,7 +272,8 @@ proptest! {
                 .then(|| (0..core_count).map(|core| f64::from(core) / 10.0).collect::<Vec<_>>().into()),
             rss: (n % 5 != 0).then(|| RssConfig {
                 key: seeded_rss_key(n as u64 % 6),
-                indirection_table: IndirectionTable::independent(n as u64, 1 << (n % 8), core_count).unwrap(),
+                indirection_table: IndirectionTable::draw_independent_entries(n as u64, 1 << (n % 8), core_count)
+                    .unwrap(),
             }),
             open_connection_count: n as u32,
             weight: ServerWeight::new(n as u64 % 4 + 1).unwrap(),
@@ -291,7 +296,8 @@ proptest! {
                 prop_assert_eq!(selected_id.is_none(), eligible_ids.is_empty());
                 prop_assert!(selected_id.is_none_or(|server| eligible_ids.contains(&server)), "{}: {:?}", name,
                     selected_id);
-                prop_assert!(table.consistent_server(&tuple).is_none_or(|server| eligible_ids.contains(&server)));
+                let server = table.select_consistent_server(&tuple);
+                prop_assert!(server.is_none_or(|server| eligible_ids.contains(&server)));
             }
         }
     }
@@ -338,7 +344,7 @@ fn unknown_policy_is_rejected_with_the_list_of_policies() {
 /// weight 1. The load of a core is `base_load`, plus `load_per_connection` for each connection that it got in the last
 /// interval.
 fn connection_fraction_of_heavy_server(policy_name: &str, base_load: f64, load_per_connection: f64) -> f64 {
-    const CONNECTIONS_PER_INTERVAL: u32 = 60;
+    const CONNECTIONS_PER_REPORT_INTERVAL: u32 = 60;
     let rss_key = seeded_rss_key(7);
     let mut policy = create_policy_by_name(policy_name, 5).unwrap();
     let mut core_loads_by_server = [[base_load; 4]; 3];
@@ -350,12 +356,13 @@ fn connection_fraction_of_heavy_server(policy_name: &str, base_load: f64, load_p
                 ..four_core_server(n as u64 + 1, &rss_key, Some(core_loads_by_server[n]))
             })
             .collect();
-        let pool = ServerPool::new(servers.clone(), 1).with_opened_connections(CONNECTIONS_PER_INTERVAL.into());
+        let pool =
+            ServerPool::new(servers.clone(), 1).with_opened_connection_count(CONNECTIONS_PER_REPORT_INTERVAL.into());
         let table = compute_table_with_128_buckets(policy.as_mut(), &pool, generation);
         let mut state = PlacementTableState::for_table(&table);
         core_loads_by_server = [[base_load; 4]; 3];
-        for tuple in four_tuples(CONNECTIONS_PER_INTERVAL * (generation + 1))
-            .skip((CONNECTIONS_PER_INTERVAL * generation) as usize)
+        for tuple in four_tuples(CONNECTIONS_PER_REPORT_INTERVAL * (generation + 1))
+            .skip((CONNECTIONS_PER_REPORT_INTERVAL * generation) as usize)
         {
             let server_index = usize::from(table.select_server(&mut state, &tuple).unwrap().get()) - 1;
             core_loads_by_server[server_index][usize::from(core_selected_by_rss(&servers[server_index], &tuple))] +=

@@ -22,7 +22,7 @@ struct RackServer {
 }
 
 prop_compose! {
-    fn rack_server()(
+    fn any_rack_server()(
         eligible in prop::bool::weighted(0.9),
         // Few values, so that many loads are equal.
         loads in prop::option::weighted(
@@ -41,7 +41,7 @@ prop_compose! {
     ) -> RackServer {
         let rss = key.map(|key| RssConfig {
             key: RssKey::random(&mut seeded_rng(key, 99)),
-            indirection_table: IndirectionTable::independent(seed, 1 << table_bits, queues).unwrap(),
+            indirection_table: IndirectionTable::draw_independent_entries(seed, 1 << table_bits, queues).unwrap(),
         });
         let server = PoolServer {
             is_eligible: eligible,
@@ -61,8 +61,8 @@ prop_compose! {
 }
 
 fn create_pool(servers: &[PoolServer], counts_placements_as_requests: bool) -> ServerPool {
-    let pool = ServerPool::new(servers.to_vec(), 2).with_opened_connections(300);
-    if counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool }
+    let pool = ServerPool::new(servers.to_vec(), 2).with_opened_connection_count(300);
+    if counts_placements_as_requests { pool.with_placements_counted_as_requests() } else { pool }
 }
 
 fn servers_in_rack(servers: &[RackServer], rack: usize) -> Vec<PoolServer> {
@@ -81,7 +81,7 @@ fn servers_with_direct_loads(servers: &[RackServer]) -> Vec<PoolServer> {
 
 /// Changes the servers to their state at the next report: loads change, some servers do not report, and some join or
 /// leave.
-fn advance_to_next_report(servers: &mut [RackServer], report_index: u64) {
+fn advance_servers_to_next_report(servers: &mut [RackServer], report_index: u64) {
     for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
         let change_number = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report_index * 7) % 23;
         match change_number {
@@ -108,7 +108,8 @@ proptest! {
     /// For every policy, the placement table from racks' summaries equals the table from the servers' own reports.
     #[test]
     fn tables_with_and_without_racks_are_equal(
-        mut servers in prop::collection::vec(rack_server(), 0..24), bits in 0u32..8, counts_placements_as_requests: bool
+        mut servers in prop::collection::vec(any_rack_server(), 0..24), bits in 0u32..8,
+        counts_placements_as_requests: bool
     ) {
         for (position, server_in_rack) in servers.iter_mut().enumerate() {
             server_in_rack.server.id = ServerId::try_from(position as u64 * 31).unwrap();
@@ -140,13 +141,16 @@ proptest! {
                         .take()
                         .unwrap_or_else(|| create_pool(&reporting_servers, counts_placements_as_requests));
                 reporting_servers.iter().for_each(|server| pool.replace_server(server.clone()));
-                let pool = pool.for_next_table(2).with_opened_connections(300);
-                let pool = if counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool };
+                let pool = pool.for_next_table(2).with_opened_connection_count(300);
+                let pool = match counts_placements_as_requests {
+                    true => pool.with_placements_counted_as_requests(),
+                    false => pool,
+                };
                 let pool = pool.with_rack_summaries(rack_summaries);
                 let continued_table = continued_policy.compute_table(&pool, bucket_count, report);
                 prop_assert_eq!(&continued_table, &table_without_racks, "{}, report {}, going on", name, report);
                 continued_pool = Some(pool);
-                advance_to_next_report(&mut servers, report);
+                advance_servers_to_next_report(&mut servers, report);
             }
         }
     }
@@ -161,7 +165,10 @@ proptest! {
         let key = RssKey::microsoft_verification_key();
         let server_with_load = |(id, load): (usize, &f64)| PoolServer {
             loads: Some(vec![*load].into()),
-            rss: Some(RssConfig { key: key.clone(), indirection_table: IndirectionTable::balanced(1, 1, 1).unwrap() }),
+            rss: Some(RssConfig {
+                key: key.clone(),
+                indirection_table: IndirectionTable::draw_balanced_entries(1, 1, 1).unwrap(),
+            }),
             ..PoolServer::new(ServerId::try_from(id as u64).unwrap())
         };
         let servers: Vec<PoolServer> = loads.iter().enumerate().map(server_with_load).collect();

@@ -3,16 +3,18 @@
 
 use std::num::NonZeroU16;
 
-use coreward_model::dispatch::{CoreAssignmentMode, EpochLength, ReservedCores, ScaleDownCondition, ScaleUpCondition};
+use coreward_model::dispatch::{
+    CoreAssignmentMode, LoadCheckInterval, ReservedCores, ScaleDownCondition, ScaleUpCondition,
+};
 use coreward_orchestrator::engine::DispatchEngineConfig;
 use coreward_runtime::allocation::SharedCoreAllocator;
-use coreward_runtime::message::HintTrigger;
+use coreward_runtime::message::LoadHintTrigger;
 use coreward_runtime::worker::Worker;
 
 use crate::engine::{TestEngine, two_service_engine_config};
 
 const CORE_COUNT: u16 = 4;
-const MONITOR_EPOCH_NS: u64 = 16;
+const LOAD_MONITOR_EPOCH_NS: u64 = 16;
 
 /// Returns for each core the numbers of the services that are enabled on it, as a string of digits.
 fn enabled_services_by_core(test_engine: &TestEngine) -> [String; CORE_COUNT as usize] {
@@ -36,11 +38,13 @@ fn check_monitors_and_apply_hints(
         }
     }
     test_engine.poll(now_ns);
-    test_engine.check_request_counts();
+    test_engine.assert_request_counts_add_up();
 }
 
 fn complete_all_requests(test_engine: &mut TestEngine, workers: &mut [Worker<'_>], now_ns: u64) {
-    while (0..CORE_COUNT).any(|core| test_engine.engine.dispatch_policy().ranks().core_outstanding_count(core) > 0) {
+    while (0..CORE_COUNT)
+        .any(|core| test_engine.engine.dispatch_policy().ranks().core_outstanding_request_count(core) > 0)
+    {
         for worker in &mut *workers {
             while let Some(request) = worker.take_request().unwrap() {
                 worker.respond(&request, b"").unwrap();
@@ -62,12 +66,12 @@ fn core_assignments_over_time(assignment_mode: CoreAssignmentMode) -> Vec<[Strin
     let allocator = SharedCoreAllocator::new(assignment_mode, CORE_COUNT, ReservedCores([1, 1]));
     let mut workers: Vec<Worker<'_>> = (0..CORE_COUNT).map(|core| test_engine.attach_worker(&runtime, core)).collect();
     workers.iter_mut().for_each(|worker| allocator.enable_assigned_services(worker).unwrap());
-    let monitor_epoch = EpochLength::power_of_two(4).unwrap();
+    let monitor_epoch = LoadCheckInterval::power_of_two(4).unwrap();
     let scale_down_condition =
         ScaleDownCondition { epoch_length: monitor_epoch, max_calm_queue_length: 0, required_calm_epochs: 2 };
     for trigger in [
-        HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: monitor_epoch }),
-        HintTrigger::ScaleDown(scale_down_condition),
+        LoadHintTrigger::ScaleUp(ScaleUpCondition { epoch_length: monitor_epoch }),
+        LoadHintTrigger::ScaleDown(scale_down_condition),
     ] {
         workers[0].enable_load_monitor(0, trigger).unwrap();
     }
@@ -75,12 +79,12 @@ fn core_assignments_over_time(assignment_mode: CoreAssignmentMode) -> Vec<[Strin
     let mut assignments = vec![enabled_services_by_core(&test_engine)];
     (0..8).for_each(|_| test_engine.submit_request(1, 0, b"x"));
     for check in 1..=4 {
-        check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * MONITOR_EPOCH_NS);
+        check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * LOAD_MONITOR_EPOCH_NS);
     }
     assignments.push(enabled_services_by_core(&test_engine));
-    complete_all_requests(&mut test_engine, &mut workers, 4 * MONITOR_EPOCH_NS + 1);
+    complete_all_requests(&mut test_engine, &mut workers, 4 * LOAD_MONITOR_EPOCH_NS + 1);
     for check in 5..=12 {
-        check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * MONITOR_EPOCH_NS);
+        check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * LOAD_MONITOR_EPOCH_NS);
     }
     assignments.push(enabled_services_by_core(&test_engine));
     assert_eq!(

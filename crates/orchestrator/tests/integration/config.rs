@@ -1,7 +1,9 @@
 //! The file of `coreward orchestrate`.
 
 use coreward_config::TomlSource;
-use coreward_model::dispatch::{DispatchRateLimit, EligibilityRule, Lambda, MemberRanking, RankRule};
+use coreward_model::dispatch::{
+    CoreRankRule, DispatchEligibilityRule, DispatchRateLimit, RankLambda, SchedulingMemberRanking,
+};
 use coreward_orchestrator::classify::{PayloadPattern, RequestClassifier};
 use coreward_orchestrator::config::OrchestratorConfig;
 use coreward_orchestrator::engine::DispatchEngineConfig;
@@ -11,15 +13,25 @@ fn parse_config(text: &str) -> Result<OrchestratorConfig, String> {
     OrchestratorConfig::parse(&source).map_err(|mistakes| mistakes.to_string())
 }
 
-const REQUIRED_KEYS: &str = "memory = \"/run/cores\"\ncores = 4\n";
+const REQUIRED_KEYS_TOML: &str = "memory = \"/run/cores\"\ncores = 4\n";
 
 #[test]
 fn minimal_file_gets_defaults() {
-    let config = parse_config(&format!("{REQUIRED_KEYS}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
-    let DispatchEngineConfig { rank_bound, rank_rule, payload_bytes, services, scheduler, .. } = &config.engine_config;
-    assert_eq!((rank_bound.get(), *rank_rule, *payload_bytes), (4, RankRule::Ranked, 1472));
-    assert_eq!(services[0].lambda, Lambda::PAPER_VALUE);
-    assert_eq!((scheduler.max_waiting_requests, scheduler.selection), (4096, EligibilityRule::FirstEligible));
+    let config = parse_config(&format!("{REQUIRED_KEYS_TOML}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
+    let DispatchEngineConfig {
+        rank_bound,
+        rank_rule,
+        max_payload_bytes: payload_bytes,
+        services,
+        scheduler_config: scheduler,
+        ..
+    } = &config.engine_config;
+    assert_eq!((rank_bound.get(), *rank_rule, *payload_bytes), (4, CoreRankRule::Ranked, 1472));
+    assert_eq!(services[0].lambda, RankLambda::PAPER_VALUE);
+    assert_eq!(
+        (scheduler.max_waiting_requests, scheduler.eligibility_rule),
+        (4096, DispatchEligibilityRule::FirstEligible)
+    );
     assert_eq!(config.listeners[0].1.services_and_patterns, [(0, None)]);
 }
 
@@ -51,7 +63,7 @@ burst = 10
 
 #[test]
 fn services_may_share_a_port_and_are_ranked_in_groups() {
-    let config = parse_config(&format!("{REQUIRED_KEYS}{GROUPED_SERVICES_TOML}")).unwrap();
+    let config = parse_config(&format!("{REQUIRED_KEYS_TOML}{GROUPED_SERVICES_TOML}")).unwrap();
     let port_rules: Vec<_> =
         config.listeners.iter().map(|(address, classifier)| (address.port(), classifier)).collect();
     let payload_pattern =
@@ -64,12 +76,21 @@ fn services_may_share_a_port_and_are_ranked_in_groups() {
         port_rules[1],
         (4001, &RequestClassifier { services_and_patterns: vec![(1, payload_pattern(0, b"get "))] })
     );
-    let scheduler = &config.engine_config.scheduler;
-    let group_rankings: Vec<_> =
-        scheduler.groups.iter().map(|group| (group.parameters.rank_parameter, group.ranking)).collect();
-    assert_eq!(group_rankings, [(3, MemberRanking::EarliestDeadline), (1, MemberRanking::StrictPriority)]);
-    let queue_rankings: Vec<_> =
-        scheduler.queues.iter().map(|queue| (queue.group_index, queue.parameters.rank_parameter)).collect();
+    let scheduler = &config.engine_config.scheduler_config;
+    let group_rankings: Vec<_> = scheduler
+        .groups
+        .iter()
+        .map(|group| (group.parameters.priority_weight_or_deadline, group.service_ranking))
+        .collect();
+    assert_eq!(
+        group_rankings,
+        [(3, SchedulingMemberRanking::EarliestDeadline), (1, SchedulingMemberRanking::StrictPriority)]
+    );
+    let queue_rankings: Vec<_> = scheduler
+        .queues
+        .iter()
+        .map(|queue| (queue.group_index, queue.parameters.priority_weight_or_deadline))
+        .collect();
     assert_eq!(queue_rankings, [(0, 20_000), (0, 1_000_000), (1, 7)]);
     assert_eq!(
         scheduler.queues[2].parameters.rate_limit,
@@ -81,7 +102,7 @@ fn services_may_share_a_port_and_are_ranked_in_groups() {
 #[test]
 fn af_xdp_requires_an_interface_and_specific_addresses() {
     let service_toml = "[[service]]\nlisten = \"192.0.2.1:4000\"\n";
-    let parse_with_keys = |keys: &str, service: &str| parse_config(&format!("{REQUIRED_KEYS}{keys}{service}"));
+    let parse_with_keys = |keys: &str, service: &str| parse_config(&format!("{REQUIRED_KEYS_TOML}{keys}{service}"));
     let parsed_af_xdp_interface = |keys: &str| parse_with_keys(keys, service_toml).unwrap().af_xdp_interface;
     assert_eq!((parsed_af_xdp_interface(""), parsed_af_xdp_interface("intake = \"socket\"\n")), (None, None));
     assert_eq!(parsed_af_xdp_interface("intake = \"af-xdp\"\ninterface = \"eth1\"\n").as_deref(), Some("eth1"));
@@ -102,9 +123,9 @@ fn af_xdp_requires_an_interface_and_specific_addresses() {
 }
 
 #[test]
-fn mistakes_are_reported_with_line_and_expectation() {
+fn mistakes_are_reported_with_line_and_expected_value() {
     let error_of_service =
-        |extra_lines: &str| parse_config(&format!("{REQUIRED_KEYS}[[service]]\n{extra_lines}\n")).unwrap_err();
+        |extra_lines: &str| parse_config(&format!("{REQUIRED_KEYS_TOML}[[service]]\n{extra_lines}\n")).unwrap_err();
     let lambda_error = error_of_service("listen = \"127.0.0.1:4000\"\nlambda = 1.5");
     assert_eq!(lambda_error, "orchestrate.toml:3:1: key `service`: lambda 1.5: expected a number from 0 to 1");
     assert!(
@@ -120,8 +141,10 @@ fn mistakes_are_reported_with_line_and_expectation() {
     let text = error_of_service(&format!("{listen_line}match = {{ value = 256 }}"));
     assert!(text.ends_with("value = 256: expected a number of 1 bytes"), "{text}");
     assert!(error_of_service(&format!("{listen_line}group = \"x\"")).ends_with("no [[group]] has the name \"x\""));
-    assert!(parse_config(REQUIRED_KEYS).unwrap_err().contains("service"));
+    assert!(parse_config(REQUIRED_KEYS_TOML).unwrap_err().contains("service"));
     assert!(
-        parse_config(&format!("service = []\n{REQUIRED_KEYS}")).unwrap_err().contains("0 services: expected 1 to 64")
+        parse_config(&format!("service = []\n{REQUIRED_KEYS_TOML}"))
+            .unwrap_err()
+            .contains("0 services: expected 1 to 64")
     );
 }

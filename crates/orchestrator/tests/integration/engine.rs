@@ -7,17 +7,19 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::{
-    DispatchRateLimit, EpochLength, FirstEligibleOutConfig, Lambda, LoadHint, RankRule, ScaleDownCondition,
-    ScaleUpCondition,
+    CoreRankRule, DispatchRateLimit, FirstEligibleOutConfig, LoadCheckInterval, LoadHint, RankLambda,
+    ScaleDownCondition, ScaleUpCondition,
 };
-use coreward_orchestrator::engine::{DispatchEngine, DispatchEngineConfig, EngineServiceConfig, ServiceCounters};
-use coreward_runtime::message::HintTrigger;
-use coreward_runtime::serve::{HandlerContext, HandlerRequest, ReplyAction, RequestHandler, ServeOptions};
+use coreward_orchestrator::engine::{
+    DispatchEngine, DispatchEngineConfig, EngineServiceConfig, ServiceRequestCounters,
+};
+use coreward_runtime::message::LoadHintTrigger;
+use coreward_runtime::serve::{HandlerContext, HandlerReplyAction, HandlerRequest, RequestHandler, ServeOptions};
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
-use coreward_runtime::{RuntimeError, ServiceEntry};
+use coreward_runtime::{RuntimeError, SegmentServiceEntry};
 
-const STALL_AFTER_NS: u64 = 1_000_000;
-pub const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
+const WORKER_STALL_TIMEOUT_NS: u64 = 1_000_000;
+pub const CONDITION_TIMEOUT: Duration = Duration::from_secs(20);
 
 fn service_address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
@@ -26,17 +28,20 @@ fn service_address() -> SocketAddrV4 {
 /// Returns a configuration with two services in strict priority on 2 cores, and a rank bound of 2.
 pub fn two_service_engine_config() -> DispatchEngineConfig {
     let new_service_config = |priority| EngineServiceConfig {
-        service_entry: ServiceEntry { address: service_address(), priority },
-        lambda: Lambda::PAPER_VALUE,
+        service_entry: SegmentServiceEntry { address: service_address(), priority },
+        lambda: RankLambda::PAPER_VALUE,
     };
     DispatchEngineConfig {
         core_count: 2,
         rank_bound: NonZeroU16::new(2).unwrap(),
-        rank_rule: RankRule::Ranked,
+        rank_rule: CoreRankRule::Ranked,
         services: vec![new_service_config(0), new_service_config(1)],
-        scheduler: FirstEligibleOutConfig { max_waiting_requests: 4, ..FirstEligibleOutConfig::strict_priority(0..2) },
-        payload_bytes: 100,
-        stall_after: Duration::from_nanos(STALL_AFTER_NS),
+        scheduler_config: FirstEligibleOutConfig {
+            max_waiting_requests: 4,
+            ..FirstEligibleOutConfig::strict_priority(0..2)
+        },
+        max_payload_bytes: 100,
+        stall_after: Duration::from_nanos(WORKER_STALL_TIMEOUT_NS),
     }
 }
 
@@ -91,26 +96,26 @@ impl TestEngine {
 
     pub fn submit_request(&mut self, now_ns: u64, service: u8, payload: &[u8]) {
         self.engine.submit_request(now_ns, service, "192.0.2.1:9".parse().unwrap(), payload);
-        self.check_request_counts();
+        self.assert_request_counts_add_up();
     }
 
     fn check_workers(&mut self, now_ns: u64) {
         self.engine.check_workers(now_ns, &mut |_, _, _| ());
-        self.check_request_counts();
+        self.assert_request_counts_add_up();
     }
 
-    fn outstanding_counts_by_core(&self) -> [u32; 2] {
-        [0, 1].map(|core| self.engine.dispatch_policy().ranks().core_outstanding_count(core))
+    fn outstanding_request_counts_by_core(&self) -> [u32; 2] {
+        [0, 1].map(|core| self.engine.dispatch_policy().ranks().core_outstanding_request_count(core))
     }
 
-    pub fn service_counters(&self, service: usize) -> ServiceCounters {
+    pub fn service_counters(&self, service: usize) -> ServiceRequestCounters {
         self.engine.service_counters()[service]
     }
 
     /// Checks that each received request is counted in exactly one other state, such as dropped, waiting or completed.
-    pub fn check_request_counts(&self) {
+    pub fn assert_request_counts_add_up(&self) {
         for (service, counters) in self.engine.service_counters().iter().enumerate() {
-            let ServiceCounters {
+            let ServiceRequestCounters {
                 received_requests,
                 dropped_requests,
                 rejected_requests,
@@ -119,7 +124,7 @@ impl TestEngine {
             } = counters;
             let ranks = self.engine.dispatch_policy().ranks();
             let outstanding_request_count: u32 =
-                (0..self.core_count).map(|core| ranks.service_outstanding_count(service as u8, core)).sum();
+                (0..self.core_count).map(|core| ranks.service_outstanding_request_count(service as u8, core)).sum();
             let waiting_request_count = self.engine.dispatch_policy().waiting_request_count(service as u8);
             assert_eq!(
                 *received_requests,
@@ -149,10 +154,10 @@ impl RequestHandler for EchoHandler {
         request: &HandlerRequest<'_>,
         response: &mut Vec<u8>,
         context: &mut HandlerContext<'_>,
-    ) -> ReplyAction {
+    ) -> HandlerReplyAction {
         response.push(context.core() as u8);
         response.extend_from_slice(request.payload);
-        ReplyAction::Send
+        HandlerReplyAction::Send
     }
 }
 
@@ -165,7 +170,10 @@ fn requests_are_distributed_to_both_cores_and_answered() {
         test_engine.submit_request(1, 1, &[number]);
     }
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(1)),
+        (
+            test_engine.outstanding_request_counts_by_core(),
+            test_engine.engine.dispatch_policy().waiting_request_count(1)
+        ),
         ([2, 2], 2)
     );
     let (stop, started) = (AtomicBool::new(false), Instant::now());
@@ -174,18 +182,18 @@ fn requests_are_distributed_to_both_cores_and_answered() {
         for worker in &mut workers {
             scope.spawn(|| worker.serve(&EchoHandler, ServeOptions::default(), &stop).unwrap());
         }
-        while responses.len() < 6 && started.elapsed() < WAIT_TIMEOUT {
+        while responses.len() < 6 && started.elapsed() < CONDITION_TIMEOUT {
             responses.extend(test_engine.poll(2));
         }
         stop.store(true, SeqCst);
         // The workers disable their services before they end.
         while test_engine.engine.dispatch_policy().ranks().eligible_service_mask() != 0
-            && started.elapsed() < WAIT_TIMEOUT
+            && started.elapsed() < CONDITION_TIMEOUT
         {
             test_engine.poll(3);
         }
     });
-    test_engine.check_request_counts();
+    test_engine.assert_request_counts_add_up();
     responses.sort_by_key(|answer| answer[1]);
     assert_eq!(responses.iter().map(|answer| answer[1]).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
     assert_eq!(responses[..4].iter().map(|answer| answer[0]).collect::<Vec<_>>(), [0, 1, 0, 1]);
@@ -205,29 +213,41 @@ fn requests_of_an_ended_worker_are_lost_and_counted() {
     let first_worker = test_engine.attach_serving_worker(&runtime, 0);
     (0..5).for_each(|_| test_engine.submit_request(1, 1, b"x"));
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(1)),
+        (
+            test_engine.outstanding_request_counts_by_core(),
+            test_engine.engine.dispatch_policy().waiting_request_count(1)
+        ),
         ([2, 0], 3)
     );
     test_engine.check_workers(2);
-    assert_eq!(test_engine.outstanding_counts_by_core(), [2, 0], "the worker lives");
+    assert_eq!(test_engine.outstanding_request_counts_by_core(), [2, 0], "the worker lives");
     drop(first_worker);
     test_engine.check_workers(3);
-    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.service_counters(1).lost_requests), ([0, 0], 2));
+    assert_eq!(
+        (test_engine.outstanding_request_counts_by_core(), test_engine.service_counters(1).lost_requests),
+        ([0, 0], 2)
+    );
     assert_eq!(test_engine.engine.dispatch_policy().ranks().eligible_service_mask(), 0);
     // A new worker at this core gets the waiting requests. A second one replaces it before the next check.
     let second_worker = test_engine.attach_serving_worker(&runtime, 0);
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(1)),
+        (
+            test_engine.outstanding_request_counts_by_core(),
+            test_engine.engine.dispatch_policy().waiting_request_count(1)
+        ),
         ([2, 0], 1)
     );
     drop(second_worker);
     let _third_worker = test_engine.attach_serving_worker(&runtime, 0);
-    assert_eq!((test_engine.outstanding_counts_by_core(), test_engine.service_counters(1).lost_requests), ([1, 0], 4));
+    assert_eq!(
+        (test_engine.outstanding_request_counts_by_core(), test_engine.service_counters(1).lost_requests),
+        ([1, 0], 4)
+    );
     assert_eq!(
         (test_engine.engine.core_counters().accepted_workers, test_engine.engine.core_counters().ended_workers),
         (3, 2)
     );
-    test_engine.check_request_counts();
+    test_engine.assert_request_counts_add_up();
 }
 
 #[test]
@@ -237,25 +257,28 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
     let (mut stalls, mut other) =
         (test_engine.attach_serving_worker(&runtime, 0), test_engine.attach_serving_worker(&runtime, 1));
     test_engine.submit_request(1, 0, b"x");
-    assert_eq!(test_engine.outstanding_counts_by_core(), [1, 0]);
+    assert_eq!(test_engine.outstanding_request_counts_by_core(), [1, 0]);
     test_engine.check_workers(2);
-    test_engine.check_workers(2 + STALL_AFTER_NS);
+    test_engine.check_workers(2 + WORKER_STALL_TIMEOUT_NS);
     assert_eq!(test_engine.engine.core_counters().worker_stalls, 1);
     (0..2).for_each(|_| test_engine.submit_request(3, 0, b"x"));
-    assert_eq!(test_engine.outstanding_counts_by_core(), [1, 2], "the other core takes all");
+    assert_eq!(test_engine.outstanding_request_counts_by_core(), [1, 2], "the other core takes all");
     test_engine.submit_request(4, 0, b"x");
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(0)),
+        (
+            test_engine.outstanding_request_counts_by_core(),
+            test_engine.engine.dispatch_policy().waiting_request_count(0)
+        ),
         ([1, 2], 1)
     );
     take_and_complete_requests(&mut other, 0, 2);
     take_and_complete_requests(&mut stalls, 0, 1);
-    test_engine.poll(5 + STALL_AFTER_NS);
-    assert_eq!(test_engine.outstanding_counts_by_core(), [0, 1]);
-    test_engine.check_workers(6 + STALL_AFTER_NS);
-    test_engine.submit_request(7 + STALL_AFTER_NS, 0, b"x");
+    test_engine.poll(5 + WORKER_STALL_TIMEOUT_NS);
+    assert_eq!(test_engine.outstanding_request_counts_by_core(), [0, 1]);
+    test_engine.check_workers(6 + WORKER_STALL_TIMEOUT_NS);
+    test_engine.submit_request(7 + WORKER_STALL_TIMEOUT_NS, 0, b"x");
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.core_counters().worker_stalls),
+        (test_engine.outstanding_request_counts_by_core(), test_engine.engine.core_counters().worker_stalls),
         ([1, 1], 1)
     );
 }
@@ -289,15 +312,15 @@ fn feedback_for_requests_that_were_not_sent_is_rejected_and_counted() {
     test_engine.poll(2);
     let counters = test_engine.engine.core_counters();
     assert_eq!((counters.rejected_feedback, counters.invalid_messages), (3, 0));
-    assert_eq!(counters.enable_requests_without_worker, 1, "core 1 has no worker");
+    assert_eq!(counters.enable_messages_without_worker, 1, "core 1 has no worker");
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.service_counters(0).completed_requests),
+        (test_engine.outstanding_request_counts_by_core(), test_engine.service_counters(0).completed_requests),
         ([1, 0], 0)
     );
     worker.send_load_feedback(0, 0, 1).unwrap();
     test_engine.poll(3);
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.service_counters(0).completed_requests),
+        (test_engine.outstanding_request_counts_by_core(), test_engine.service_counters(0).completed_requests),
         ([0, 0], 1)
     );
 }
@@ -307,21 +330,26 @@ fn hint_is_sent_once_to_the_least_loaded_core_until_monitor_is_rearmed() {
     let mut test_engine = TestEngine::new(&two_service_engine_config());
     let runtime = test_engine.connect_runtime();
     let mut workers = [0, 1].map(|core| test_engine.attach_serving_worker(&runtime, core));
-    let monitor_epoch = EpochLength::power_of_two(4).unwrap();
-    workers[0].enable_load_monitor(1, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: monitor_epoch })).unwrap();
+    let monitor_epoch = LoadCheckInterval::power_of_two(4).unwrap();
+    workers[0]
+        .enable_load_monitor(1, LoadHintTrigger::ScaleUp(ScaleUpCondition { epoch_length: monitor_epoch }))
+        .unwrap();
     test_engine.poll(0);
     (0..5).for_each(|_| test_engine.submit_request(1, 1, b"x"));
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.dispatch_policy().waiting_request_count(1)),
+        (
+            test_engine.outstanding_request_counts_by_core(),
+            test_engine.engine.dispatch_policy().waiting_request_count(1)
+        ),
         ([2, 2], 1)
     );
-    assert_eq!(test_engine.engine.next_timer_ns(4), Some(16));
+    assert_eq!(test_engine.engine.next_timer_due_ns(4), Some(16));
     test_engine.engine.check_load_monitors(16);
     test_engine.engine.check_load_monitors(32);
     test_engine.engine.check_load_monitors(48);
     let hint = workers[0].next_hint().unwrap();
     assert_eq!(
-        (hint.service, hint.hint, hint.waiting_services),
+        (hint.service, hint.hint, hint.waiting_service_mask),
         (1, LoadHint::ScaleUp, 0b10),
         "core 0 is the first of equals"
     );
@@ -339,7 +367,7 @@ fn hint_is_sent_once_to_the_least_loaded_core_until_monitor_is_rearmed() {
     assert_eq!(second.next_hint().map(|hint| hint.hint), Some(LoadHint::ScaleUp));
     let scale_down_condition =
         ScaleDownCondition { epoch_length: monitor_epoch, max_calm_queue_length: 0, required_calm_epochs: 1 };
-    second.enable_load_monitor(0, HintTrigger::ScaleDown(scale_down_condition)).unwrap();
+    second.enable_load_monitor(0, LoadHintTrigger::ScaleDown(scale_down_condition)).unwrap();
     test_engine.poll(81);
     drop(second);
     test_engine.check_workers(82);
@@ -350,20 +378,20 @@ fn hint_is_sent_once_to_the_least_loaded_core_until_monitor_is_rearmed() {
 #[test]
 fn rate_limit_delays_requests() {
     let mut rate_limited_config = two_service_engine_config();
-    rate_limited_config.scheduler.queues[0].parameters.rate_limit =
+    rate_limited_config.scheduler_config.queues[0].parameters.rate_limit =
         Some(DispatchRateLimit { token_interval: 100, burst_tokens: 1 });
     let mut test_engine = TestEngine::new(&rate_limited_config);
     let runtime = test_engine.connect_runtime();
     let _worker = test_engine.attach_serving_worker(&runtime, 0);
     (0..2).for_each(|_| test_engine.submit_request(1000, 0, b"x"));
     assert_eq!(
-        (test_engine.outstanding_counts_by_core(), test_engine.engine.next_timer_ns(1000)),
+        (test_engine.outstanding_request_counts_by_core(), test_engine.engine.next_timer_due_ns(1000)),
         ([1, 0], Some(1100))
     );
     test_engine.engine.dispatch_waiting_requests(1099);
-    assert_eq!(test_engine.outstanding_counts_by_core(), [1, 0]);
+    assert_eq!(test_engine.outstanding_request_counts_by_core(), [1, 0]);
     test_engine.engine.dispatch_waiting_requests(1100);
-    assert_eq!(test_engine.outstanding_counts_by_core(), [2, 0]);
+    assert_eq!(test_engine.outstanding_request_counts_by_core(), [2, 0]);
 }
 
 #[test]
@@ -392,5 +420,5 @@ fn core_of_a_worker_with_damaged_queues_is_released() {
     drop(worker);
     let _next_worker = test_engine.attach_serving_worker(&runtime, 0);
     test_engine.submit_request(3, 0, b"x");
-    assert_eq!(test_engine.outstanding_counts_by_core(), [1, 0], "the next worker adopts the cursors");
+    assert_eq!(test_engine.outstanding_request_counts_by_core(), [1, 0], "the next worker adopts the cursors");
 }

@@ -8,11 +8,11 @@ use std::time::Instant;
 use coreward_config::TomlSource;
 use coreward_orchestrator::config::OrchestratorConfig;
 use coreward_orchestrator::daemon::OrchestratorDaemon;
-use coreward_orchestrator::engine::CoreCounters;
+use coreward_orchestrator::engine::CoreRequestCounters;
 use coreward_orchestrator::intake::RequestIntake;
 use coreward_orchestrator::report::{OrchestratorStatus, SharedOrchestratorStatus};
 
-use crate::engine::WAIT_TIMEOUT;
+use crate::engine::CONDITION_TIMEOUT;
 
 fn scrape_metrics(address: SocketAddr) -> String {
     let mut connection = TcpStream::connect(address).unwrap();
@@ -43,7 +43,7 @@ fn metrics_show_waiting_requests() {
         scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
         let start_time = Instant::now();
         let mut text = scrape_metrics(metrics_address);
-        while !text.contains("event=\"unclassified\"} 1") && start_time.elapsed() < WAIT_TIMEOUT {
+        while !text.contains("event=\"unclassified\"} 1") && start_time.elapsed() < CONDITION_TIMEOUT {
             text = scrape_metrics(metrics_address);
         }
         stop_flag.store(true, Relaxed);
@@ -64,8 +64,8 @@ fn metrics_show_waiting_requests() {
 fn status_is_collected_only_on_request() {
     let status_with_workers = |workers| OrchestratorStatus {
         service_statuses: Vec::new(),
-        core_counters: CoreCounters::default(),
-        attached_workers: workers,
+        core_counters: CoreRequestCounters::default(),
+        attached_worker_count: workers,
         intake_status: RequestIntake::default().status(),
         unclassified_datagrams: 0,
         unsent_responses: 0,
@@ -87,5 +87,5 @@ fn status_is_collected_only_on_request() {
         request.join().unwrap()
     });
     publish_status();
-    assert_eq!((requested_status.attached_workers, status_count), (1, 1));
+    assert_eq!((requested_status.attached_worker_count, status_count), (1, 1));
 }

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::{
-    DispatchRateLimit, EligibilityRule, JoinBoundedShortestRankedQueue, Lambda, MemberRanking, RankArrays, RankRule,
-    RankedService, ReleasedRequest,
+    CoreRankRule, DispatchEligibilityRule, DispatchRateLimit, JoinBoundedShortestRankedQueue, RankArrays, RankLambda,
+    RankedService, ReleasedRequest, SchedulingMemberRanking,
 };
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_orchestrator::engine::DispatchEngineConfig;
@@ -25,7 +25,7 @@ const WAITING_REQUEST_CAPACITY: usize = 256;
 const DECISION_COUNT_ENV_VARIABLE: &str = "COREWARD_DECISIONS";
 const DEFAULT_DECISION_COUNT: u64 = 100_000;
 /// Number of records that are replayed together.
-const REPLAY_BATCH_LENGTH: usize = 1 << 20;
+const REPLAYED_RECORDS_PER_BATCH: usize = 1 << 20;
 /// Time without a response after which the test fails.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -54,16 +54,17 @@ struct ModelReplay {
 }
 
 impl ModelReplay {
-    fn new(config: &DispatchEngineConfig, lambda: Lambda) -> Self {
+    fn new(config: &DispatchEngineConfig, lambda: RankLambda) -> Self {
         let ranked_services = [0, 1].map(|priority| RankedService { priority, lambda });
         let rank_arrays = RankArrays::new(CORE_COUNT, &ranked_services, config.rank_rule, config.rank_bound);
-        let mut policy_model = JoinBoundedShortestRankedQueue::with_ranks(rank_arrays, &config.scheduler).unwrap();
+        let mut policy_model =
+            JoinBoundedShortestRankedQueue::with_ranks(rank_arrays, &config.scheduler_config).unwrap();
         for core in 0..CORE_COUNT {
             (0..SERVICE_COUNT as u8).for_each(|service| policy_model.set_service_enabled(service, core, false));
         }
         let rank_weight_in_thousandths = |own_service: usize, other_service: usize| match config.rank_rule {
-            RankRule::Ranked if other_service > own_service => (lambda.get() * 1000.0).round() as u32,
-            RankRule::PerService if other_service != own_service => 0,
+            CoreRankRule::Ranked if other_service > own_service => (lambda.get() * 1000.0).round() as u32,
+            CoreRankRule::PerService if other_service != own_service => 0,
             _ => 1000,
         };
         Self {
@@ -159,7 +160,7 @@ struct RecordingEngine {
 
 impl RecordingEngine {
     fn new(config: &DispatchEngineConfig) -> Self {
-        let unreplayed_records = Vec::with_capacity(REPLAY_BATCH_LENGTH);
+        let unreplayed_records = Vec::with_capacity(REPLAYED_RECORDS_PER_BATCH);
         Self {
             test_engine: TestEngine::new(config),
             unreplayed_records,
@@ -238,7 +239,11 @@ impl RecordingEngine {
 
 /// Serves the requests of all cores in one thread. Each response has the numbers of the request and of the core.
 /// Enables and disables services at random.
-fn serve_all_cores(runtime: &OrchestratorConnection, seed: u64, stop_flag: &AtomicBool) -> Result<(), RuntimeError> {
+fn serve_requests_of_all_cores(
+    runtime: &OrchestratorConnection,
+    seed: u64,
+    stop_flag: &AtomicBool,
+) -> Result<(), RuntimeError> {
     let mut rng = seeded_rng(seed, 1);
     let mut random_number_below = |bound: u32| uniform_below(&mut rng, bound);
     let mut workers = (0..CORE_COUNT).map(|core| runtime.attach_worker(core)).collect::<Result<Vec<_>, _>>()?;
@@ -277,7 +282,7 @@ fn run_engine(
     let mut random_number_below = |bound: u32| uniform_below(&mut rng, bound);
     let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let serving_thread = scope.spawn(|| serve_all_cores(&runtime, seed, &stop_flag));
+        let serving_thread = scope.spawn(|| serve_requests_of_all_cores(&runtime, seed, &stop_flag));
         let (mut now, mut last_progress_at) = (0, Instant::now());
         for round in 1u64.. {
             if recorder.response_count >= completed_request_count {
@@ -297,7 +302,7 @@ fn run_engine(
                 last_progress_at.elapsed() < RESPONSE_TIMEOUT && !serving_thread.is_finished(),
                 "no response, or no worker"
             );
-            if recorder.unreplayed_records.len() >= REPLAY_BATCH_LENGTH {
+            if recorder.unreplayed_records.len() >= REPLAYED_RECORDS_PER_BATCH {
                 check(&mut recorder);
             }
         }
@@ -319,34 +324,34 @@ fn engine_configs() -> Vec<DispatchEngineConfig> {
             rank_bound: NonZeroU16::new(4).unwrap(),
             ..two_service_engine_config()
         };
-        config.scheduler.max_waiting_requests = WAITING_REQUEST_CAPACITY;
+        config.scheduler_config.max_waiting_requests = WAITING_REQUEST_CAPACITY;
         change(&mut config);
         config
     };
-    let ranked_config = |ranking: MemberRanking, parameters: [u32; SERVICE_COUNT]| {
+    let ranked_config = |ranking: SchedulingMemberRanking, parameters: [u32; SERVICE_COUNT]| {
         changed_config(&|config| {
-            config.scheduler.groups[0].ranking = ranking;
-            for (queue, parameter) in config.scheduler.queues.iter_mut().zip(parameters) {
-                queue.parameters.rank_parameter = parameter;
+            config.scheduler_config.groups[0].service_ranking = ranking;
+            for (queue, parameter) in config.scheduler_config.queues.iter_mut().zip(parameters) {
+                queue.parameters.priority_weight_or_deadline = parameter;
             }
         })
     };
     vec![
         changed_config(&|_| ()),
         changed_config(&|config| config.rank_bound = NonZeroU16::MIN),
-        changed_config(&|config| config.rank_rule = RankRule::Global),
-        changed_config(&|config| config.rank_rule = RankRule::PerService),
-        changed_config(&|config| config.scheduler.selection = EligibilityRule::Pifo),
-        ranked_config(MemberRanking::WeightedShare, [1, 3]),
-        ranked_config(MemberRanking::EarliestDeadline, [50, 200]),
+        changed_config(&|config| config.rank_rule = CoreRankRule::Global),
+        changed_config(&|config| config.rank_rule = CoreRankRule::PerService),
+        changed_config(&|config| config.scheduler_config.eligibility_rule = DispatchEligibilityRule::Pifo),
+        ranked_config(SchedulingMemberRanking::WeightedShare, [1, 3]),
+        ranked_config(SchedulingMemberRanking::EarliestDeadline, [50, 200]),
         changed_config(&|config| {
-            config.scheduler.queues[0].parameters.rate_limit =
+            config.scheduler_config.queues[0].parameters.rate_limit =
                 Some(DispatchRateLimit { token_interval: 1, burst_tokens: 8 })
         }),
     ]
 }
 
-fn requested_decision_count() -> u64 {
+fn decision_count_from_environment() -> u64 {
     let Ok(text) = std::env::var(DECISION_COUNT_ENV_VARIABLE) else { return DEFAULT_DECISION_COUNT };
     text.parse().unwrap_or_else(|_| panic!("{DECISION_COUNT_ENV_VARIABLE}={text:?}: expected a whole number"))
 }
@@ -354,9 +359,9 @@ fn requested_decision_count() -> u64 {
 #[test]
 fn model_makes_the_same_decisions_as_the_engine() {
     let (configs, started, mut replayed) = (engine_configs(), Instant::now(), 0);
-    let decisions_per_config = requested_decision_count().div_ceil(configs.len() as u64);
+    let decisions_per_config = decision_count_from_environment().div_ceil(configs.len() as u64);
     for (config, seed) in configs.iter().zip(0..) {
-        let mut replay = ModelReplay::new(config, Lambda::PAPER_VALUE);
+        let mut replay = ModelReplay::new(config, RankLambda::PAPER_VALUE);
         run_engine(config, decisions_per_config, seed, |recorder| recorder.replay_and_compare(&mut replay));
         assert!(
             replay.decision_count >= decisions_per_config && replay.dropped_request_counts[1] > 0,
@@ -371,7 +376,7 @@ fn model_makes_the_same_decisions_as_the_engine() {
 #[test]
 fn replay_detects_decisions_with_another_lambda() {
     let config = &engine_configs()[0];
-    let mut replay = ModelReplay::new(config, Lambda::new(1.0).unwrap());
+    let mut replay = ModelReplay::new(config, RankLambda::new(1.0).unwrap());
     let mut replay_result = Ok(());
     run_engine(config, 10_000, 1, |recorder| {
         replay_result = recorder.unreplayed_records.drain(..).try_for_each(|record| replay.apply_record(record));

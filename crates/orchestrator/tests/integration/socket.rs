@@ -3,9 +3,9 @@
 use std::net::SocketAddrV4;
 use std::time::Instant;
 
-use coreward_orchestrator::socket::{MAX_BATCH_DATAGRAMS, UdpBatchSocket};
+use coreward_orchestrator::socket::{MAX_DATAGRAMS_PER_SYSCALL, UdpBatchSocket};
 
-use crate::engine::WAIT_TIMEOUT;
+use crate::engine::CONDITION_TIMEOUT;
 
 const MAX_DATAGRAM_BYTES: usize = 100;
 
@@ -22,7 +22,11 @@ fn receive_datagrams(
 ) -> (Vec<usize>, Vec<Vec<u8>>) {
     let (mut batches, mut datagrams, started_at) = (Vec::new(), Vec::new(), Instant::now());
     while datagrams.len() < datagram_count {
-        assert!(started_at.elapsed() < WAIT_TIMEOUT, "{} of {datagram_count} datagrams have arrived", datagrams.len());
+        assert!(
+            started_at.elapsed() < CONDITION_TIMEOUT,
+            "{} of {datagram_count} datagrams have arrived",
+            datagrams.len()
+        );
         let mut record_datagram = |sender, payload: &[u8]| {
             assert_eq!(sender, sender_address);
             datagrams.push(payload.to_vec());
@@ -42,7 +46,7 @@ fn batches_arrive_completely_and_in_order() {
     sent_payloads.iter().for_each(|payload| client.queue_datagram(server_address, payload));
     client.flush();
     let (batches, received) = receive_datagrams(&mut server, client_address, sent_payloads.len());
-    assert_eq!(batches[..3], [MAX_BATCH_DATAGRAMS; 3]);
+    assert_eq!(batches[..3], [MAX_DATAGRAMS_PER_SYSCALL; 3]);
     assert_eq!((received, client.unsent_datagram_count()), (sent_payloads, 0));
 }
 

@@ -4,8 +4,8 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 
 use crate::server::{
-    StopOnDrop, compile_example, connected_client_socket, request_until_answered, start_orchestrator, stop_server,
-    unused_udp_address,
+    StopDaemonOnDrop, compile_example, connected_client_socket, send_request_until_answered, start_orchestrator,
+    stop_server, unused_udp_address,
 };
 
 #[test]
@@ -34,12 +34,12 @@ fn check_batch_preemption(timer_us: Option<&str>) {
         .stdout(Stdio::piped());
     let stop_flag = AtomicBool::new(false);
     let output = std::thread::scope(|scope| {
-        let _stop_guard = StopOnDrop(&stop_flag);
+        let _stop_guard = StopDaemonOnDrop(&stop_flag);
         scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
         let server = server.spawn().unwrap();
         let client = connected_client_socket(interactive);
         for number in 0..200u32 {
-            request_until_answered(&client, &number.to_be_bytes(), |response| response == number.to_be_bytes());
+            send_request_until_answered(&client, &number.to_be_bytes(), |response| response == number.to_be_bytes());
         }
         stop_server(server)
     });

@@ -14,7 +14,7 @@ use coreward_runtime_c::{
     coreward_taken_free, coreward_worker_free, coreward_worker_new,
 };
 
-use crate::server::{RESPONSE_TIMEOUT, StopOnDrop, connected_client_socket, start_one_service_orchestrator};
+use crate::server::{RESPONSE_TIMEOUT, StopDaemonOnDrop, connected_client_socket, start_one_service_orchestrator};
 
 fn last_error() -> String {
     // SAFETY: the text is valid until the next error of this thread.
@@ -70,7 +70,7 @@ fn server_with_its_own_scheduler_takes_and_answers_requests() {
     let SocketAddr::V4(address) = listen else { unreachable!("an IPv4 address") };
     let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let _stop_guard = StopOnDrop(&stop_flag);
+        let _stop_guard = StopDaemonOnDrop(&stop_flag);
         scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
         let runtime = connect_runtime(&memory_path);
         let client = connected_client_socket(listen);

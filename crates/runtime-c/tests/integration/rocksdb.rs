@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 
 use crate::server::{
-    StopOnDrop, compile_example, connected_client_socket, request_until_answered, start_orchestrator, stop_server,
-    unused_udp_address,
+    StopDaemonOnDrop, compile_example, connected_client_socket, send_request_until_answered, start_orchestrator,
+    stop_server, unused_udp_address,
 };
 
 const GET_REQUEST_TYPE: u8 = 1;
@@ -18,7 +18,7 @@ const STATUS_NOT_FOUND: u8 = 1;
 
 type KeyValuePairs = Vec<(String, Vec<u8>)>;
 
-fn request_datagram(request_type: u8, id: u32, key: &str, value: &[u8]) -> Vec<u8> {
+fn build_request_datagram(request_type: u8, id: u32, key: &str, value: &[u8]) -> Vec<u8> {
     let mut bytes = vec![request_type, key.len() as u8];
     bytes.extend((value.len() as u16).to_le_bytes());
     bytes.extend(id.to_le_bytes());
@@ -38,9 +38,9 @@ impl KeyValueClient {
     fn send_request(&self, request_type: u8, key: &str, value: &[u8]) -> (u8, KeyValuePairs) {
         let id = self.next_request_id.replace(self.next_request_id.get() + 1);
         let is_response_to_request = |response: &[u8]| response[4..8] == id.to_le_bytes();
-        let response = request_until_answered(
+        let response = send_request_until_answered(
             &self.socket,
-            &request_datagram(request_type, id, key, value),
+            &build_request_datagram(request_type, id, key, value),
             is_response_to_request,
         );
         assert_eq!((response[0], &response[8..10]), (request_type, &[0, 1][..]));
@@ -92,7 +92,7 @@ fn rocksdb_server_keeps_keys_across_a_restart() {
     };
     let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let _stop_guard = StopOnDrop(&stop_flag);
+        let _stop_guard = StopDaemonOnDrop(&stop_flag);
         scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
         let server = start_rocksdb_server();
         let client = KeyValueClient { socket: connected_client_socket(listen), next_request_id: Cell::new(0) };
@@ -100,7 +100,7 @@ fn rocksdb_server_keeps_keys_across_a_restart() {
             assert_eq!(client.send_request(PUT_REQUEST_TYPE, &key, &value), (0, vec![]));
         }
         // This datagram is no request, because it is shorter than its header states.
-        client.socket.send(&request_datagram(GET_REQUEST_TYPE, 1, "key3", b"")[..14]).unwrap();
+        client.socket.send(&build_request_datagram(GET_REQUEST_TYPE, 1, "key3", b"")[..14]).unwrap();
         client.assert_stored_keys();
         assert_clean_exit(stop_server(server));
         let server = start_rocksdb_server();

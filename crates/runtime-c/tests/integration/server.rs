@@ -30,7 +30,7 @@ pub fn compile_example(directory: &Path, example: &str, compiler_options: &[&str
 }
 
 /// Sends a request until it is answered, and returns the response. Responses to earlier requests are ignored.
-pub fn request_until_answered(client: &UdpSocket, request: &[u8], is_response: impl Fn(&[u8]) -> bool) -> Vec<u8> {
+pub fn send_request_until_answered(client: &UdpSocket, request: &[u8], is_response: impl Fn(&[u8]) -> bool) -> Vec<u8> {
     let start = Instant::now();
     let mut response = [0; 1500];
     client.send(request).unwrap();
@@ -47,9 +47,9 @@ pub fn request_until_answered(client: &UdpSocket, request: &[u8], is_response: i
 }
 
 /// Guard that ends the daemon's thread, even after a failed assertion.
-pub struct StopOnDrop<'a>(pub &'a AtomicBool);
+pub struct StopDaemonOnDrop<'a>(pub &'a AtomicBool);
 
-impl Drop for StopOnDrop<'_> {
+impl Drop for StopDaemonOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Relaxed);
     }
@@ -94,12 +94,12 @@ fn server_in_c_answers_until_it_is_stopped() {
     server.arg(&memory_path).arg(listen.port().to_string()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let stop_flag = AtomicBool::new(false);
     let output = std::thread::scope(|scope| {
-        let _stop_guard = StopOnDrop(&stop_flag);
+        let _stop_guard = StopDaemonOnDrop(&stop_flag);
         scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
         let server = server.spawn().unwrap();
         let client = connected_client_socket(listen);
-        request_until_answered(&client, b"a small text", |response| response == b"A SMALL TEXT");
-        request_until_answered(&client, b"*long", |response| response == b"*LONG");
+        send_request_until_answered(&client, b"a small text", |response| response == b"A SMALL TEXT");
+        send_request_until_answered(&client, b"*long", |response| response == b"*LONG");
         stop_server(server)
     });
     let (stdout_text, stderr_text) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));

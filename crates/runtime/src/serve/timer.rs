@@ -33,9 +33,9 @@ impl<H: RequestHandler + ?Sized> PreemptHandler for LockedRequestServer<'_, '_, 
 }
 
 /// Guard that ends the timer thread when it is dropped, even if the handler has panicked.
-struct SetFlagOnDrop<'a>(&'a AtomicBool);
+struct StopTimerOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for SetFlagOnDrop<'_> {
+impl Drop for StopTimerOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Relaxed);
     }
@@ -67,7 +67,7 @@ impl Worker<'_> {
         let serve_result = std::thread::scope(|scope| {
             let timer_thread = scope.spawn(|| preempt_periodically(&request_server, period, &has_serving_ended));
             let serve_result = {
-                let _timer_stop_guard = SetFlagOnDrop(&has_serving_ended);
+                let _timer_stop_guard = StopTimerOnDrop(&has_serving_ended);
                 serve_until_stopped(&mut LockedRequestServer(&request_server), options, stop_flag)
             };
             serve_result.and(timer_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -90,7 +90,7 @@ fn preempt_periodically<H: RequestHandler + ?Sized>(
     while !has_serving_ended.load(Relaxed) {
         std::thread::sleep(period);
         let mut locked_server = lock_server(server);
-        if let Some(priority) = locked_server.priority_to_preempt().filter(|priority| *priority > 0) {
+        if let Some(priority) = locked_server.running_priority_if_yield_due().filter(|priority| *priority > 0) {
             serve_higher_priority_requests(&mut *locked_server, priority)?;
         }
     }

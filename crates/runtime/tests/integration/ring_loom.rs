@@ -6,7 +6,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 
-const SLOT_COUNT: usize = 2;
+const RING_SLOT_COUNT: usize = 2;
 
 struct LoomCursor(AtomicU32);
 
@@ -25,8 +25,8 @@ impl RingCursor for LoomCursor {
 struct LoomRing {
     head: LoomCursor,
     tail: LoomCursor,
-    sequences: [LoomCursor; SLOT_COUNT],
-    slots: [UnsafeCell<u32>; SLOT_COUNT],
+    sequences: [LoomCursor; RING_SLOT_COUNT],
+    slots: [UnsafeCell<u32>; RING_SLOT_COUNT],
 }
 
 impl LoomRing {
@@ -42,7 +42,7 @@ impl LoomRing {
     }
 
     fn push_value(&self, producer: &mut RingProducer, value: u32) -> bool {
-        let Some(slot) = producer.free_slot(&self.head).unwrap() else { return false };
+        let Some(slot) = producer.next_free_slot(&self.head).unwrap() else { return false };
         // SAFETY: the slot is the producer's until it is published, which loom checks.
         self.slots[slot as usize].with_mut(|slot| unsafe { *slot = value });
         producer.publish_slot(&self.sequences[slot as usize], &self.tail);
@@ -65,15 +65,15 @@ fn ring_delivers_values_once_and_in_order() {
         let ring = Arc::new(LoomRing::new());
         let shared_ring = ring.clone();
         let producer_thread = thread::spawn(move || {
-            let mut producer = RingProducer::new(SLOT_COUNT as u32, 0);
+            let mut producer = RingProducer::new(RING_SLOT_COUNT as u32, 0);
             (1..=4)
                 .fold(0, |sent_count, _| sent_count + u32::from(shared_ring.push_value(&mut producer, sent_count + 1)))
         });
-        let mut consumer = RingConsumer::new(SLOT_COUNT as u32, 0);
+        let mut consumer = RingConsumer::new(RING_SLOT_COUNT as u32, 0);
         let mut received_values: Vec<u32> = (0..4).filter_map(|_| ring.pop_value(&mut consumer)).collect();
         let sent_value_count = producer_thread.join().unwrap();
         received_values.extend(std::iter::from_fn(|| ring.pop_value(&mut consumer)));
-        assert!(sent_value_count >= SLOT_COUNT as u32);
+        assert!(sent_value_count >= RING_SLOT_COUNT as u32);
         assert_eq!(received_values, Vec::from_iter(1..=sent_value_count), "all that was sent, once, in order");
     });
 }

@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use coreward_model::dispatch::LoadHint;
 use coreward_runtime::RuntimeError;
 use coreward_runtime::core_queues::CoreQueues;
-use coreward_runtime::message::{HintMessage, WorkerMessage};
+use coreward_runtime::message::{LoadHintMessage, WorkerMessage};
 use coreward_runtime::serve::{
-    HandlerContext, HandlerRequest, ReplyAction, RequestHandler, ServeCounters, ServeOptions,
+    HandlerContext, HandlerReplyAction, HandlerRequest, RequestHandler, ServeCounters, ServeOptions,
 };
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
 
 use crate::shared_memory::{
-    TEST_GEOMETRY, attach_worker, create_orchestrator, loopback_address, receive_all_messages, request_header,
+    TEST_GEOMETRY, attach_worker, build_request_header, create_orchestrator, loopback_address, receive_all_messages,
 };
 
 /// Handler that records the start and end of requests of two services, and the load hints.
@@ -38,11 +38,11 @@ impl RequestHandler for RecordingHandler {
         request: &HandlerRequest<'_>,
         response: &mut Vec<u8>,
         context: &mut HandlerContext<'_>,
-    ) -> ReplyAction {
+    ) -> HandlerReplyAction {
         if request.service == 0 {
             self.record_event("high");
             response.extend_from_slice(request.payload);
-            return ReplyAction::Send;
+            return HandlerReplyAction::Send;
         }
         self.record_event("low starts");
         self.has_low_priority_request_started.store(true, SeqCst);
@@ -51,10 +51,10 @@ impl RequestHandler for RecordingHandler {
         }
         context.yield_point();
         self.record_event("low ends");
-        ReplyAction::Nothing
+        HandlerReplyAction::NoReply
     }
 
-    fn handle_load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+    fn handle_load_hint(&self, hint: LoadHintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         self.record_event("hint");
         worker.enable_service(hint.service, worker.core())?;
         worker.rearm_load_monitor(hint.service)
@@ -63,7 +63,7 @@ impl RequestHandler for RecordingHandler {
 
 /// Serves requests until `work` returns, while the orchestrator reads all rings. Returns the counters, the messages and
 /// the responses.
-fn serve_while(
+fn serve_until_work_ends(
     queues: &mut CoreQueues,
     path: &Path,
     handler: &(dyn RequestHandler + Sync),
@@ -92,17 +92,17 @@ fn serve_while(
     (serve_counters, sent_messages, responses)
 }
 
-fn events_with_quantum(quantum: Duration, timer_period: Option<Duration>) -> (Vec<&'static str>, u64) {
+fn record_events_with_quantum(quantum: Duration, timer_period: Option<Duration>) -> (Vec<&'static str>, u64) {
     let (_directory, path, mut queues) = create_orchestrator();
     let recording_handler = RecordingHandler::default();
     let options = ServeOptions { quantum, ..ServeOptions::default() };
     let (counters, sent_messages, responses) =
-        serve_while(&mut queues, &path, &recording_handler, options, timer_period, |queues| {
-            queues.send_request(0, 1, &request_header(1), b"low").unwrap();
+        serve_until_work_ends(&mut queues, &path, &recording_handler, options, timer_period, |queues| {
+            queues.send_request(0, 1, &build_request_header(1), b"low").unwrap();
             while !recording_handler.has_low_priority_request_started.load(SeqCst) {
                 std::thread::yield_now();
             }
-            queues.send_request(0, 0, &request_header(0), b"answer").unwrap();
+            queues.send_request(0, 0, &build_request_header(0), b"answer").unwrap();
             recording_handler.is_high_priority_request_sent.store(true, SeqCst);
         });
     assert_eq!((counters.served_requests, &responses[..]), (2, &[b"answer".to_vec()][..]));
@@ -117,9 +117,9 @@ fn events_with_quantum(quantum: Duration, timer_period: Option<Duration>) -> (Ve
 fn handler_yields_to_higher_priority_after_its_quantum() {
     const UNREACHED_QUANTUM: Duration = Duration::from_secs(3600);
     for timer in [None, Some(Duration::from_millis(1))] {
-        let (events, preempting) = events_with_quantum(Duration::ZERO, timer);
+        let (events, preempting) = record_events_with_quantum(Duration::ZERO, timer);
         assert_eq!((events, preempting), (vec!["low starts", "high", "low ends"], 1), "{timer:?}");
-        let (events, preempting) = events_with_quantum(UNREACHED_QUANTUM, timer);
+        let (events, preempting) = record_events_with_quantum(UNREACHED_QUANTUM, timer);
         assert_eq!((events, preempting), (vec!["low starts", "low ends", "high"], 0), "{timer:?}");
     }
 }
@@ -137,10 +137,10 @@ impl RequestHandler for EndlessHandler {
         request: &HandlerRequest<'_>,
         _response: &mut Vec<u8>,
         _context: &mut HandlerContext<'_>,
-    ) -> ReplyAction {
+    ) -> HandlerReplyAction {
         if request.service == 0 {
             self.has_high_priority_request_ended.store(true, SeqCst);
-            return ReplyAction::Nothing;
+            return HandlerReplyAction::NoReply;
         }
         self.has_low_priority_request_started.store(true, SeqCst);
         let started_at = Instant::now();
@@ -148,7 +148,7 @@ impl RequestHandler for EndlessHandler {
             assert!(started_at.elapsed() < Duration::from_secs(10), "not preempted");
             std::hint::spin_loop();
         }
-        ReplyAction::Nothing
+        HandlerReplyAction::NoReply
     }
 }
 
@@ -156,13 +156,14 @@ impl RequestHandler for EndlessHandler {
 fn timer_preempts_a_handler_without_yield_points() {
     let (_directory, path, mut queues) = create_orchestrator();
     let (handler, period) = (EndlessHandler::default(), Duration::from_micros(50));
-    let (counters, ..) = serve_while(&mut queues, &path, &handler, ServeOptions::default(), Some(period), |queues| {
-        queues.send_request(0, 1, &request_header(1), b"low").unwrap();
-        while !handler.has_low_priority_request_started.load(SeqCst) {
-            std::thread::yield_now();
-        }
-        queues.send_request(0, 0, &request_header(0), b"high").unwrap();
-    });
+    let (counters, ..) =
+        serve_until_work_ends(&mut queues, &path, &handler, ServeOptions::default(), Some(period), |queues| {
+            queues.send_request(0, 1, &build_request_header(1), b"low").unwrap();
+            while !handler.has_low_priority_request_started.load(SeqCst) {
+                std::thread::yield_now();
+            }
+            queues.send_request(0, 0, &build_request_header(0), b"high").unwrap();
+        });
     assert_eq!((counters.served_requests, counters.preempting_requests), (2, 1));
 }
 
@@ -175,7 +176,7 @@ impl RequestHandler for ComputingEchoHandler {
         request: &HandlerRequest<'_>,
         response: &mut Vec<u8>,
         context: &mut HandlerContext<'_>,
-    ) -> ReplyAction {
+    ) -> HandlerReplyAction {
         let computation_rounds = if request.service == 0 { 10 } else { 2000 };
         for round in 0..computation_rounds {
             std::hint::black_box(round);
@@ -184,7 +185,7 @@ impl RequestHandler for ComputingEchoHandler {
             }
         }
         response.extend_from_slice(request.payload);
-        ReplyAction::Send
+        HandlerReplyAction::Send
     }
 }
 
@@ -193,20 +194,26 @@ fn every_request_is_answered_once_while_a_timer_preempts() {
     let (_directory, path, mut queues) = create_orchestrator();
     let options = ServeOptions { quantum: Duration::from_nanos(1), ..ServeOptions::default() };
     let mut response_payloads = Vec::new();
-    let (counters, _, remaining_responses) =
-        serve_while(&mut queues, &path, &ComputingEchoHandler, options, Some(Duration::from_micros(1)), |queues| {
+    let (counters, _, remaining_responses) = serve_until_work_ends(
+        &mut queues,
+        &path,
+        &ComputingEchoHandler,
+        options,
+        Some(Duration::from_micros(1)),
+        |queues| {
             for number in 0..20_000_u32 {
                 let service = (number % 2) as u8;
                 // There are at most as many requests as the response ring has slots.
                 while number as usize - response_payloads.len()
                     >= usize::from(TEST_GEOMETRY.priority_count) * TEST_GEOMETRY.slots_per_queue as usize
-                    || queues.send_request(0, service, &request_header(service), &number.to_le_bytes()).is_err()
+                    || queues.send_request(0, service, &build_request_header(service), &number.to_le_bytes()).is_err()
                 {
                     queues.receive_responses(0, 9, |_, payload| response_payloads.push(payload.unwrap().to_vec()));
                     std::thread::yield_now();
                 }
             }
-        });
+        },
+    );
     response_payloads.extend(remaining_responses);
     let request_numbers_of_service = |service: u32| {
         let all_request_numbers =
@@ -228,12 +235,12 @@ fn worker_acts_on_a_hint_at_a_yield_point() {
     let (_directory, path, mut queues) = create_orchestrator();
     let recording_handler = RecordingHandler::default();
     let options = ServeOptions { quantum: Duration::ZERO, ..ServeOptions::default() };
-    serve_while(&mut queues, &path, &recording_handler, options, None, |queues| {
-        queues.send_request(0, 1, &request_header(1), b"low").unwrap();
+    serve_until_work_ends(&mut queues, &path, &recording_handler, options, None, |queues| {
+        queues.send_request(0, 1, &build_request_header(1), b"low").unwrap();
         while !recording_handler.has_low_priority_request_started.load(SeqCst) {
             std::thread::yield_now();
         }
-        queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0 }).unwrap();
+        queues.send_hint(0, LoadHintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_service_mask: 0 }).unwrap();
         recording_handler.is_high_priority_request_sent.store(true, SeqCst);
     });
     assert_eq!(recording_handler.recorded_events.into_inner().unwrap(), ["low starts", "hint", "low ends"]);
@@ -248,9 +255,9 @@ impl RequestHandler for FeedbackHandler {
         request: &HandlerRequest<'_>,
         response: &mut Vec<u8>,
         _context: &mut HandlerContext<'_>,
-    ) -> ReplyAction {
+    ) -> HandlerReplyAction {
         response.resize(1000, 0);
-        if request.service == 0 { ReplyAction::Nothing } else { ReplyAction::Send }
+        if request.service == 0 { HandlerReplyAction::NoReply } else { HandlerReplyAction::Send }
     }
 }
 
@@ -262,7 +269,7 @@ fn feedback_is_sent_in_batches_and_before_serving_ends() {
         let runtime = OrchestratorConnection::connect(&path).unwrap();
         runtime.register_service(0, loopback_address(4000), 0).unwrap();
         let mut worker = attach_worker(&mut queues, &runtime, 0);
-        (0..3).for_each(|_| queues.send_request(0, 0, &request_header(0), b"no answer").unwrap());
+        (0..3).for_each(|_| queues.send_request(0, 0, &build_request_header(0), b"no answer").unwrap());
         // A worker that must end serves all requests that were sent before.
         let stop_flag = AtomicBool::new(true);
         let mut feedback_counts = Vec::new();
@@ -286,8 +293,8 @@ fn feedback_is_sent_in_batches_and_before_serving_ends() {
 fn too_long_response_is_not_sent_but_completes_its_request() {
     let (_directory, path, mut queues) = create_orchestrator();
     let (counters, sent_messages, responses) =
-        serve_while(&mut queues, &path, &FeedbackHandler, ServeOptions::default(), None, |queues| {
-            queues.send_request(0, 1, &request_header(1), b"").unwrap();
+        serve_until_work_ends(&mut queues, &path, &FeedbackHandler, ServeOptions::default(), None, |queues| {
+            queues.send_request(0, 1, &build_request_header(1), b"").unwrap();
         });
     assert_eq!((counters.oversized_responses, counters.served_requests, responses), (1, 1, vec![]));
     let disable_messages = [0, 1].map(|service| WorkerMessage::DisableService { service, core: 0 });
@@ -303,8 +310,10 @@ fn hints_are_passed_to_the_handler() {
     let (_directory, path, mut queues) = create_orchestrator();
     let recording_handler = RecordingHandler::default();
     let (_, sent_messages, _) =
-        serve_while(&mut queues, &path, &recording_handler, ServeOptions::default(), None, |queues| {
-            queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0 }).unwrap();
+        serve_until_work_ends(&mut queues, &path, &recording_handler, ServeOptions::default(), None, |queues| {
+            queues
+                .send_hint(0, LoadHintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_service_mask: 0 })
+                .unwrap();
             while recording_handler.recorded_events.lock().unwrap().is_empty() {
                 std::thread::yield_now();
             }

@@ -5,12 +5,12 @@ use std::net::SocketAddrV4;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use coreward_model::dispatch::{EpochLength, LoadHint, ScaleUpCondition};
+use coreward_model::dispatch::{LoadCheckInterval, LoadHint, ScaleUpCondition};
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
 use coreward_runtime::layout::SegmentGeometry;
-use coreward_runtime::message::{HintMessage, HintTrigger, WorkerMessage};
+use coreward_runtime::message::{LoadHintMessage, LoadHintTrigger, WorkerMessage};
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
-use coreward_runtime::{RuntimeError, ServiceEntry};
+use coreward_runtime::{RuntimeError, SegmentServiceEntry};
 
 pub const TEST_GEOMETRY: SegmentGeometry =
     SegmentGeometry { core_count: 2, priority_count: 2, slots_per_queue: 4, slot_bytes: 128 };
@@ -24,7 +24,7 @@ pub fn loopback_address(port: u16) -> SocketAddrV4 {
 pub fn create_orchestrator() -> (tempfile::TempDir, PathBuf, CoreQueues) {
     let directory = tempfile::tempdir().unwrap();
     let memory_path = directory.path().join("cores");
-    let service_entries = [0, 1].map(|priority| ServiceEntry { address: loopback_address(4000), priority });
+    let service_entries = [0, 1].map(|priority| SegmentServiceEntry { address: loopback_address(4000), priority });
     let queues = CoreQueues::create(&memory_path, TEST_GEOMETRY, &service_entries).unwrap();
     (directory, memory_path, queues)
 }
@@ -40,7 +40,7 @@ pub fn attach_worker<'a>(queues: &mut CoreQueues, runtime: &'a OrchestratorConne
     })
 }
 
-pub fn request_header(service: u8) -> RequestHeader {
+pub fn build_request_header(service: u8) -> RequestHeader {
     RequestHeader { client: CLIENT_ADDRESS.parse().unwrap(), service, arrival_time_ns: 1 }
 }
 
@@ -57,7 +57,8 @@ fn worker_messages_and_hints_reach_their_receivers() {
     let mut worker = attach_worker(&mut queues, &runtime, 1);
     assert!(queues.has_worker(1) && !queues.has_worker(0) && !queues.has_new_worker(1));
     runtime.register_service(1, loopback_address(4000), 1).unwrap();
-    let trigger = HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: EpochLength::power_of_two(14).unwrap() });
+    let trigger =
+        LoadHintTrigger::ScaleUp(ScaleUpCondition { epoch_length: LoadCheckInterval::power_of_two(14).unwrap() });
     worker.enable_service(1, 0).unwrap();
     worker.send_load_feedback(1, 0, 3).unwrap();
     worker.enable_load_monitor(1, trigger).unwrap();
@@ -71,7 +72,7 @@ fn worker_messages_and_hints_reach_their_receivers() {
         WorkerMessage::DisableService { service: 1, core: 0 },
     ];
     assert_eq!(receive_all_messages(&mut queues, 1), expected_messages);
-    let hint_message = HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0b10 };
+    let hint_message = LoadHintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_service_mask: 0b10 };
     queues.send_hint(1, hint_message).unwrap();
     assert_eq!((worker.next_hint(), worker.next_hint()), (Some(hint_message), None));
 }
@@ -83,19 +84,25 @@ fn full_queues_and_too_long_requests_are_rejected() {
     let worker = attach_worker(&mut queues, &runtime, 0);
     let payload = [7; 96];
     assert_eq!((TEST_GEOMETRY.max_payload_bytes(), runtime.max_payload_bytes()), (96, 96));
-    (0..4).for_each(|_| queues.send_request(0, 1, &request_header(1), &payload).unwrap());
+    (0..4).for_each(|_| queues.send_request(0, 1, &build_request_header(1), &payload).unwrap());
     assert_eq!(
         (worker.queued_request_count(1, 0), worker.queued_request_count(0, 0), worker.queued_request_count(1, 1)),
         (4, 0, 0)
     );
     let send_error_text = |send_result: Result<(), RuntimeError>| send_result.unwrap_err().to_string();
     assert_eq!(
-        send_error_text(queues.send_request(0, 1, &request_header(1), &payload)),
+        send_error_text(queues.send_request(0, 1, &build_request_header(1), &payload)),
         "core 0: the ring of requests is full"
     );
-    assert_eq!(send_error_text(queues.send_request(0, 0, &request_header(0), &[0; 97])), "97 bytes: a slot holds 96");
-    assert_eq!(send_error_text(queues.send_request(0, 2, &request_header(0), &[])), "priority 2: expected 0 to 1");
-    queues.send_request(0, 0, &request_header(0), &[0; 96]).unwrap();
+    assert_eq!(
+        send_error_text(queues.send_request(0, 0, &build_request_header(0), &[0; 97])),
+        "97 bytes: a slot holds 96"
+    );
+    assert_eq!(
+        send_error_text(queues.send_request(0, 2, &build_request_header(0), &[])),
+        "priority 2: expected 0 to 1"
+    );
+    queues.send_request(0, 0, &build_request_header(0), &[0; 96]).unwrap();
     assert_eq!((worker.queued_request_count(1, 0), worker.queued_request_count(0, 0)), (4, 1));
 }
 
@@ -107,7 +114,7 @@ fn new_worker_starts_with_empty_queues() {
     for _ in 0..3 {
         let mut worker = attach_worker(&mut queues, &runtime, 0);
         assert_eq!(worker.queued_request_count(0, 0), 0);
-        (0..3).for_each(|_| queues.send_request(0, 0, &request_header(0), b"lost").unwrap());
+        (0..3).for_each(|_| queues.send_request(0, 0, &build_request_header(0), b"lost").unwrap());
         worker.enable_service(0, 0).unwrap();
         assert_eq!(receive_all_messages(&mut queues, 0), [WorkerMessage::EnableService { service: 0, core: 0 }]);
         worker.send_load_feedback(0, 0, 1).unwrap();
@@ -209,7 +216,7 @@ fn worker_detects_that_the_orchestrator_has_ended() {
     let runtime = OrchestratorConnection::connect(&path).unwrap();
     drop(queues);
     assert!(matches!(runtime.attach_worker(0), Err(RuntimeError::OrchestratorNotRunning)));
-    let service_entries = [ServiceEntry { address: loopback_address(4000), priority: 2 }];
+    let service_entries = [SegmentServiceEntry { address: loopback_address(4000), priority: 2 }];
     let error = CoreQueues::create(&path, TEST_GEOMETRY, &service_entries).unwrap_err();
     assert_eq!(error.to_string(), "priority 2: expected 0 to 1");
     let mut queues = CoreQueues::create(&path, TEST_GEOMETRY, &[]).unwrap();

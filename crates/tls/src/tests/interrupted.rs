@@ -6,7 +6,8 @@ use super::*;
 /// names the remedy. Only the interrupted step can be executed next, and completes what is missing.
 #[tokio::test]
 async fn interrupted_rollover_step_is_completed_by_the_same_command() {
-    const ROLLOVER_STEPS: [RolloverStep; 3] = [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish];
+    const ROLLOVER_STEPS: [AuthorityRolloverStep; 3] =
+        [AuthorityRolloverStep::Begin, AuthorityRolloverStep::Switch, AuthorityRolloverStep::Finish];
     for (position, interrupted) in ROLLOVER_STEPS.into_iter().enumerate() {
         let mut change_count = 0;
         loop {
@@ -14,7 +15,7 @@ async fn interrupted_rollover_step_is_completed_by_the_same_command() {
             for step in &ROLLOVER_STEPS[..position] {
                 rollover_test.execute_rollover_step(*step).await;
             }
-            let step_result = interruption::interrupt_after_changes(change_count, || {
+            let step_result = interruption::run_with_interrupt_after_changes(change_count, || {
                 rollover_test.fleet.authority.perform_rollover_step(interrupted, 30 * DAY)
             });
             let Err(error) = step_result else { break };
@@ -50,7 +51,7 @@ fn interrupted_init_is_completed_by_the_same_command() {
     let init_authority = |directory: &Path| CertificateAuthority::init(directory, &"prod".parse().unwrap(), DAY);
     for changes in 0.. {
         let directory = tempfile::tempdir().unwrap();
-        if interruption::interrupt_after_changes(changes, || init_authority(directory.path())).is_ok() {
+        if interruption::run_with_interrupt_after_changes(changes, || init_authority(directory.path())).is_ok() {
             return assert!(changes > 2);
         }
         assert!(CertificateAuthority::open(directory.path()).is_err(), "after {changes} changes");
@@ -66,22 +67,24 @@ fn interrupted_init_is_completed_by_the_same_command() {
 /// Controller and agent of a test that replaces the certificate authority.
 struct RolloverTest {
     fleet: TestFleet,
-    controller: Arc<ReloadableCredentials>,
-    agent: Arc<ReloadableCredentials>,
+    controller_credentials: Arc<ReloadableTlsCredentials>,
+    agent_credentials: Arc<ReloadableTlsCredentials>,
     listener: TestListener,
 }
 
 impl RolloverTest {
     async fn start() -> Self {
         let fleet = TestFleet::new("prod");
-        let (controller, agent) =
-            (fleet.issue_and_load_tls(FleetRole::Controller, "c1"), fleet.issue_and_load_tls(FleetRole::Agent, "s1"));
+        let (controller, agent) = (
+            fleet.issue_and_load_credentials(FleetRole::Controller, "c1"),
+            fleet.issue_and_load_credentials(FleetRole::Agent, "s1"),
+        );
         let listener = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
-        Self { fleet, controller, agent, listener }
+        Self { fleet, controller_credentials: controller, agent_credentials: agent, listener }
     }
 
     /// Executes a step of the authority's replacement, and distributes the files that the step wrote.
-    async fn execute_rollover_step(&self, step: RolloverStep) {
+    async fn execute_rollover_step(&self, step: AuthorityRolloverStep) {
         self.fleet
             .authority
             .perform_rollover_step(step, 30 * DAY)
@@ -89,15 +92,15 @@ impl RolloverTest {
         self.fleet.issue_certificate_bundle(FleetRole::Agent, "s1", CertificateValidity::from_now(DAY));
         self.assert_mutual_trust(&format!("{step:?}: the agent first")).await;
         self.fleet.issue_certificate_bundle(FleetRole::Controller, "c1", CertificateValidity::from_now(DAY));
-        self.controller.reload_credentials().unwrap();
+        self.controller_credentials.reload_credentials().unwrap();
         self.assert_mutual_trust(&format!("{step:?}: both")).await;
     }
 
     /// Asserts that the agent and the controller trust each other after the agent has reloaded its files.
     async fn assert_mutual_trust(&self, point_in_time: &str) {
-        self.agent.reload_credentials().unwrap();
+        self.agent_credentials.reload_credentials().unwrap();
         assert_eq!(
-            self.listener.connect_and_read_answer(&self.agent).await.as_deref(),
+            self.listener.connect_and_read_answer(&self.agent_credentials).await.as_deref(),
             Ok("agent s1"),
             "{point_in_time}"
         );

@@ -64,9 +64,9 @@ fn sample_loads(uptime_ms: u64, server_count: usize) -> Loads {
 
 fn sample_model(server_count: usize) -> PageModel {
     let mut model = PageModel::default();
-    model.add_answer(ControllerAnswer::Status(Box::new(sample_status(server_count))));
-    model.add_answer(ControllerAnswer::Loads(sample_loads(1000, server_count)));
-    model.add_answer(ControllerAnswer::Loads(sample_loads(2000, server_count)));
+    model.apply_controller_answer(ControllerAnswer::Status(Box::new(sample_status(server_count))));
+    model.apply_controller_answer(ControllerAnswer::Loads(sample_loads(1000, server_count)));
+    model.apply_controller_answer(ControllerAnswer::Loads(sample_loads(2000, server_count)));
     model
 }
 
@@ -100,16 +100,16 @@ fn page_of_80_by_24_shows_all_sections() {
 #[test]
 fn larger_page_shows_more_servers() {
     let model = sample_model(100);
-    let mut view = ServerListView { order: ServerSortOrder::Load, ..ServerListView::default() };
+    let mut view = ServerListView { sort_order: ServerSortOrder::Load, ..ServerListView::default() };
     let large_page = rendered_page(&model, &mut view, 200, 60);
-    assert_eq!(view.page_size, 60 - 3 - 2 - 2 - 2 - 1);
+    assert_eq!(view.visible_row_count, 60 - 3 - 2 - 2 - 2 - 1);
     let shown_servers: Vec<&str> =
         large_page.lines().filter(|line| line.starts_with('s')).filter_map(|line| line.split(' ').next()).collect();
     assert_eq!((shown_servers[2], shown_servers[3]), ("s100", "s99"), "after the headings: {large_page}");
     view.first_visible_row = 1000;
     let small_page = rendered_page(&model, &mut view, 80, 24);
     assert!(small_page.contains(" to 100 of 100; "), "{small_page}");
-    view.order = ServerSortOrder::NewConnections;
+    view.sort_order = ServerSortOrder::NewConnections;
     view.first_visible_row = 0;
     assert_eq!(find_line_words(&rendered_page(&model, &mut view, 80, 24), "s100 ")[2..4], ["7", "1000"]);
 }
@@ -141,9 +141,9 @@ fn core_load_bars_are_grouped_to_fit_the_columns() {
 #[test]
 fn no_rates_are_shown_after_a_counter_reset() {
     let mut model = sample_model(2);
-    model.add_answer(ControllerAnswer::Loads(sample_loads(500, 2)));
+    model.apply_controller_answer(ControllerAnswer::Loads(sample_loads(500, 2)));
     assert!(model.new_connection_rates_by_server().is_empty());
     assert!(rendered_page(&model, &mut ServerListView::default(), 80, 24).contains(" 0 new connections/s"));
-    model.add_answer(ControllerAnswer::Problem("no controller answers".into()));
+    model.apply_controller_answer(ControllerAnswer::Problem("no controller answers".into()));
     assert!(rendered_page(&model, &mut ServerListView::default(), 80, 24).contains("no controller answers"));
 }

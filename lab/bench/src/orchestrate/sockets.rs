@@ -19,9 +19,10 @@ use coreward_orchestrator::socket::UdpBatchSocket;
 use coreward_runtime::worker::OrchestratorConnection;
 
 use super::{
-    ORCHESTRATOR_AND_WORKER_CPU, REQUEST_PAYLOAD, build_engine_config, connect_workers, free_loopback_address, veth,
+    ORCHESTRATOR_AND_WORKER_CPU, REQUEST_PAYLOAD, build_engine_config, connect_workers, find_free_loopback_address,
+    veth,
 };
-use crate::cpus::{THIS_THREAD, bind_to_cpu};
+use crate::cpus::{CALLING_THREAD_PID, bind_to_cpu};
 
 /// Number of requests sent before the server's time is measured. They fit the socket's default receive buffer.
 const REQUESTS_PER_BURST: u64 = 256;
@@ -33,7 +34,7 @@ const KSOFTIRQD_WAIT: Duration = Duration::from_micros(50);
 /// Mean times per request (ns) for its processing by the server, and for its delivery into the server's socket.
 #[derive(Debug, Clone, Copy)]
 pub struct MeanRequestTimes {
-    pub server_ns: f64,
+    pub serving_ns: f64,
     pub delivery_ns: f64,
 }
 
@@ -42,7 +43,7 @@ fn bind_loopback_client() -> anyhow::Result<UdpBatchSocket> {
 }
 
 /// Receives the responses to a burst. If the client uses a veth, ksoftirqd may have to deliver them on this CPU.
-fn receive_responses(client: &mut UdpBatchSocket) -> anyhow::Result<()> {
+fn receive_burst_responses(client: &mut UdpBatchSocket) -> anyhow::Result<()> {
     let (start, mut response_count) = (Instant::now(), 0);
     while response_count < REQUESTS_PER_BURST {
         match client.receive_batch(&mut |_, payload| assert_eq!(payload, REQUEST_PAYLOAD))? {
@@ -81,14 +82,14 @@ fn measure_mean_request_times(
             );
         }
         serving_time += start.elapsed();
-        receive_responses(client)?;
+        receive_burst_responses(client)?;
     }
     let ns_per_request = |time: Duration| time.as_nanos() as f64 / (burst_count * REQUESTS_PER_BURST) as f64;
-    Ok(MeanRequestTimes { server_ns: ns_per_request(serving_time), delivery_ns: ns_per_request(delivery_time) })
+    Ok(MeanRequestTimes { serving_ns: ns_per_request(serving_time), delivery_ns: ns_per_request(delivery_time) })
 }
 
 /// Measures an echo server that uses two system calls per request.
-pub fn measure_echo_per_request(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
+pub fn measure_per_request_echo_server(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
     let socket = UdpSocket::bind("127.0.0.1:0")?;
     let std::net::SocketAddr::V4(address) = socket.local_addr()? else { unreachable!("bound to an IPv4 address") };
     measure_mean_request_times(&mut bind_loopback_client()?, address, request_count, &mut || {
@@ -100,7 +101,7 @@ pub fn measure_echo_per_request(request_count: u64) -> anyhow::Result<MeanReques
 }
 
 /// Measures an echo server that uses two system calls per batch of requests.
-pub fn measure_batch_echo(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
+pub fn measure_batch_echo_server(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
     let mut socket = UdpBatchSocket::bind("127.0.0.1:0".parse()?, REQUEST_PAYLOAD.len())?;
     let address = socket.local_address()?;
     let mut client_addresses = Vec::new();
@@ -115,17 +116,19 @@ pub fn measure_batch_echo(request_count: u64) -> anyhow::Result<MeanRequestTimes
 }
 
 pub fn measure_loopback_orchestrator(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
-    measure_orchestrator(free_loopback_address()?, None, &mut bind_loopback_client()?, request_count)
+    measure_orchestrator_over_udp(find_free_loopback_address()?, None, &mut bind_loopback_client()?, request_count)
 }
 
 pub fn measure_veth_orchestrator(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
-    veth::with_client_socket(|client| measure_orchestrator(veth::SERVER_ADDRESS, None, client, request_count))
+    veth::run_with_client_socket(|client| {
+        measure_orchestrator_over_udp(veth::SERVER_ADDRESS, None, client, request_count)
+    })
 }
 
 /// Measures the orchestrator over a veth, with AF_XDP in copy mode.
 pub fn measure_af_xdp_orchestrator(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
-    veth::with_client_socket(|client| {
-        measure_orchestrator(veth::SERVER_ADDRESS, Some(veth::VETH_DEVICE_NAME), client, request_count)
+    veth::run_with_client_socket(|client| {
+        measure_orchestrator_over_udp(veth::SERVER_ADDRESS, Some(veth::VETH_DEVICE_NAME), client, request_count)
     })
 }
 
@@ -144,7 +147,7 @@ fn build_orchestrator_config(memory_path: &Path, address: SocketAddrV4, interfac
 }
 
 /// Measures the orchestrator at `address`, with the workers of all cores in one thread on the other CPU.
-fn measure_orchestrator(
+fn measure_orchestrator_over_udp(
     address: SocketAddrV4,
     interface: Option<&str>,
     client: &mut UdpBatchSocket,
@@ -163,7 +166,7 @@ fn measure_orchestrator(
         let worker_thread = scope.spawn(|| answer_requests(&runtime, address, &should_stop));
         while daemon.engine().attached_worker_count() < CORE_COUNT.into() {
             ensure!(!worker_thread.is_finished(), "the workers ended early");
-            daemon.run_once()?;
+            daemon.run_one_iteration()?;
             // Lets the workers' thread start, which is still on this CPU.
             std::thread::yield_now();
         }
@@ -172,7 +175,7 @@ fn measure_orchestrator(
         };
         let mut last_completed_count = 0;
         let request_times = measure_mean_request_times(client, address, request_count, &mut || {
-            daemon.run_once()?;
+            daemon.run_one_iteration()?;
             let completed_count = completed_request_count(&daemon);
             Ok(completed_count - std::mem::replace(&mut last_completed_count, completed_count))
         });
@@ -187,7 +190,7 @@ fn answer_requests(
     address: SocketAddrV4,
     should_stop: &AtomicBool,
 ) -> anyhow::Result<()> {
-    bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+    bind_to_cpu(CALLING_THREAD_PID, ORCHESTRATOR_AND_WORKER_CPU[1])?;
     let mut workers = connect_workers(runtime, CORE_COUNT, address)?;
     while !should_stop.load(Relaxed) {
         for worker in &mut workers {

@@ -18,10 +18,10 @@ pub const SERVER_ADDRESS: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 
 pub const VETH_DEVICE_NAME: &str = "eth0";
 const CLIENT_MAC: &str = "02:00:00:00:09:01";
 const SERVER_MAC: &str = "02:00:00:00:09:02";
-const CARRIER_TIMEOUT: Duration = Duration::from_secs(10);
+const VETH_CARRIER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs `action` with the client's UDP socket, in a new thread in the server's namespace. Fails without root.
-pub fn with_client_socket<T: Send>(
+pub fn run_with_client_socket<T: Send>(
     action: impl FnOnce(&mut UdpBatchSocket) -> anyhow::Result<T> + Send,
 ) -> anyhow::Result<T> {
     std::thread::scope(|scope| {
@@ -48,10 +48,10 @@ fn connect_namespaces() -> anyhow::Result<UdpBatchSocket> {
     configure_veth_end(*SERVER_ADDRESS.ip(), CLIENT_ADDRESS, CLIENT_MAC)?;
     setns(&client_namespace, CloneFlags::CLONE_NEWNET).context("entering the client's namespace")?;
     configure_veth_end(CLIENT_ADDRESS, *SERVER_ADDRESS.ip(), SERVER_MAC)?;
-    wait_for_carrier()?;
+    wait_for_veth_carrier()?;
     let socket = UdpBatchSocket::bind(SocketAddrV4::new(CLIENT_ADDRESS, 0), REQUEST_PAYLOAD.len())?;
     setns(&server_namespace, CloneFlags::CLONE_NEWNET).context("entering the server's namespace")?;
-    wait_for_carrier()?;
+    wait_for_veth_carrier()?;
     Ok(socket)
 }
 
@@ -70,7 +70,7 @@ fn configure_veth_end(own_address: Ipv4Addr, other_address: Ipv4Addr, other_mac:
 }
 
 /// Waits until the veth has a carrier. Before this, the veth drops all frames.
-fn wait_for_carrier() -> anyhow::Result<()> {
+fn wait_for_veth_carrier() -> anyhow::Result<()> {
     let start = Instant::now();
     loop {
         let link_listing =
@@ -78,7 +78,7 @@ fn wait_for_carrier() -> anyhow::Result<()> {
         if String::from_utf8_lossy(&link_listing.stdout).contains(" UP ") {
             return Ok(());
         }
-        ensure!(start.elapsed() < CARRIER_TIMEOUT, "{VETH_DEVICE_NAME} is not up after {CARRIER_TIMEOUT:?}");
+        ensure!(start.elapsed() < VETH_CARRIER_TIMEOUT, "{VETH_DEVICE_NAME} is not up after {VETH_CARRIER_TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -14,16 +14,16 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    Connection, ConnectionIndex, ConnectionTableSize, TableOwnerNumber, encode_cookie_index,
+    ConnectionEntry, ConnectionIndex, ConnectionTableSize, TableOwnerNumber, encode_cookie_index,
 };
-use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper, ServiceSettings};
 use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb_stamping;
 use coreward_model::placement::{
     BucketCount, CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, ServerCore, rendezvous_table,
 };
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{ServerId, ServiceAddress};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -56,7 +56,7 @@ fn service_address(case: PacketCase) -> SocketAddr {
 }
 
 /// Load balancer without a device, which is configured for the packets of one case.
-pub struct CaseLoadBalancer {
+pub struct MeasuredLoadBalancer {
     case: PacketCase,
     load_balancer: RefCell<LoadBalancer>,
     service_index: ServiceIndex,
@@ -71,7 +71,7 @@ pub struct PlacementSetup {
     pub placement_rule: PlacementRule,
     pub rss_group_count: usize,
     pub connection_table_size: ConnectionTableSize,
-    pub flow_table_entries: u32,
+    pub flow_table_entry_count: u32,
 }
 
 impl PlacementSetup {
@@ -98,7 +98,7 @@ impl PlacementSetup {
             placement_rule,
             rss_group_count,
             connection_table_size: ConnectionTableSize::try_from(connection_table_entries)?,
-            flow_table_entries,
+            flow_table_entry_count: flow_table_entries,
         })
     }
 }
@@ -110,7 +110,7 @@ fn server_mac(server_index: usize) -> MacAddress {
 }
 
 fn service_settings(case: PacketCase) -> ServiceSettings {
-    let timestamps = if case.is_lb_stamped() { TimestampOrigin::LoadBalancer } else { TimestampOrigin::Server };
+    let timestamps = if case.is_lb_stamped() { CookieStamper::LoadBalancer } else { CookieStamper::Server };
     let (consistency, forwarding) = (case.consistency(), case.forwarding());
     ServiceSettings { consistency, timestamps, forwarding, ..ServiceSettings::default() }
 }
@@ -127,7 +127,7 @@ fn random_server_ids(case: PacketCase, rng: &mut Xoshiro256PlusPlus) -> anyhow::
 }
 
 /// Adds eligible servers to the service, each with its MAC address and its tunnel.
-fn add_servers(
+fn add_servers_to_balancer(
     load_balancer: &mut LoadBalancer,
     case: PacketCase,
     service_index: ServiceIndex,
@@ -136,7 +136,7 @@ fn add_servers(
     for (server_index, server_id) in server_ids.iter().enumerate() {
         let mac = server_mac(server_index);
         load_balancer.set_server(service_index, *server_id, Server { mac: Some(mac), is_eligible: true });
-        let destination_address = case.outer_server_address(*server_id);
+        let destination_address = case.outer_destination_address(*server_id);
         load_balancer.set_server_tunnel(*server_id, ServerTunnel { destination_address, source_port: None })?;
     }
     Ok(())
@@ -145,12 +145,12 @@ fn add_servers(
 #[derive(Debug, Clone, Copy)]
 pub struct PacketRunResult {
     /// Mean time per packet (ns).
-    pub mean_ns: f64,
+    pub mean_ns_per_packet: f64,
     /// Number of packets in this run that the case's expected counter has counted.
-    pub counted_packets: u64,
+    pub counted_packet_count: u64,
 }
 
-impl CaseLoadBalancer {
+impl MeasuredLoadBalancer {
     /// Loads a load balancer and opens all connections of the case's packets. Fails without the capabilities to load
     /// BPF programs, or when a connection gets no entry.
     pub fn new(case: PacketCase) -> anyhow::Result<Self> {
@@ -161,14 +161,14 @@ impl CaseLoadBalancer {
     pub fn with_setup(case: PacketCase, setup: PlacementSetup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut load_balancer = LoadBalancer::load(LoadBalancerOptions {
-            flow_table_entry_count: setup.flow_table_entries,
+            flow_table_entry_count: setup.flow_table_entry_count,
             connection_table_size: setup.connection_table_size,
             packets_read_clock: true,
             ..LoadBalancerOptions::default()
         })?;
         load_balancer.set_own_mac(LOAD_BALANCER_MAC);
         load_balancer.set_outer_sources_and_mtu(OUTER_SOURCE_ADDRESSES, ETHERNET_MTU);
-        let address = ServiceAddress { vip_and_port: service_address(case), protocol: Protocol::Tcp };
+        let address = ServiceAddress { vip_and_port: service_address(case), protocol: TransportProtocol::Tcp };
         let service_index = load_balancer.set_services(&[(address, service_settings(case))])?[0];
         let mut random_cookie_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let cookie_keys = FleetCookieKeys {
@@ -180,7 +180,7 @@ impl CaseLoadBalancer {
         let owner_number = TableOwnerNumber::try_from(5)?;
         load_balancer.set_owner_number(Some(owner_number));
         let server_ids = random_server_ids(case, &mut rng)?;
-        add_servers(&mut load_balancer, case, service_index, &server_ids)?;
+        add_servers_to_balancer(&mut load_balancer, case, service_index, &server_ids)?;
         load_balancer.install_table(
             service_index,
             &random_placement_table(setup.placement_rule, setup.rss_group_count, &server_ids, &mut rng),
@@ -195,14 +195,14 @@ impl CaseLoadBalancer {
         };
         balancer.open_connections()?;
         if case == PacketCase::LbStamped(PacketDirection::ToServer) {
-            balancer.teach_server_clocks()?;
+            balancer.send_response_per_server()?;
         }
         Ok(balancer)
     }
 
     /// Sends a response of each server through the load balancer. The load balancer thus learns the servers' clocks,
     /// which it needs to restore TSecr.
-    fn teach_server_clocks(&self) -> anyhow::Result<()> {
+    fn send_response_per_server(&self) -> anyhow::Result<()> {
         let FrameTemplate { frame_bytes: mut response_bytes, ports_offset, .. } = response_frame_template();
         let response_ports = &mut response_bytes[ports_offset as usize..][..4];
         response_ports.copy_from_slice(&[self.case.destination_address().port().to_be_bytes(), [4, 0]].concat());
@@ -328,7 +328,7 @@ impl CaseLoadBalancer {
     pub fn case_packet_counters(&self) -> PacketCounters {
         let lb = self.load_balancer.borrow();
         match self.case {
-            PacketCase::NoService => lb.no_service_packet_counters(),
+            PacketCase::NoService => lb.counters_without_service(),
             _ => lb.service_counters(self.service_index),
         }
     }
@@ -342,7 +342,7 @@ impl CaseLoadBalancer {
         packet_count: u32,
     ) -> anyhow::Result<f64> {
         if !self.case.takes_connection_entries() {
-            return self.run_and_check_counter(runner, generator, packet_count);
+            return self.run_packets_and_check_counter(runner, generator, packet_count);
         }
         let packets_per_batch = packet_count.min(runner.connection_count() as u32);
         let batch_count = packet_count / packets_per_batch;
@@ -350,9 +350,9 @@ impl CaseLoadBalancer {
         for _ in 0..batch_count {
             // Freeing waits for a grace period, in which the CPU sleeps and its caches become cold. The first packets
             // fill them again and are not measured.
-            self.run_and_check_counter(runner, generator, packets_per_batch / 4)?;
+            self.run_packets_and_check_counter(runner, generator, packets_per_batch / 4)?;
             sum_of_mean_ns +=
-                self.run_and_check_counter(runner, generator, packets_per_batch - packets_per_batch / 4)?;
+                self.run_packets_and_check_counter(runner, generator, packets_per_batch - packets_per_batch / 4)?;
             // Slots are used in the order of memory, so that reading the lowest ones is enough.
             let freed_entry_count =
                 self.free_selected_connections(|connections| connections.take(packets_per_batch as usize).collect())?;
@@ -362,7 +362,7 @@ impl CaseLoadBalancer {
                 self.case
             );
         }
-        let remaining_entry_count = self.used_entry_count();
+        let remaining_entry_count = self.used_table_entry_count();
         ensure!(
             remaining_entry_count == 0,
             "{}: {remaining_entry_count} more entries were taken than packets came",
@@ -371,26 +371,26 @@ impl CaseLoadBalancer {
         Ok(sum_of_mean_ns / f64::from(batch_count))
     }
 
-    fn run_and_check_counter(
+    fn run_packets_and_check_counter(
         &self,
         runner: &PacketRunner,
         generator: PacketGenerator,
         packet_count: u32,
     ) -> anyhow::Result<f64> {
         let case = self.case;
-        let run_result = self.run_and_count(runner, generator, packet_count)?;
+        let run_result = self.run_and_count_packets(runner, generator, packet_count)?;
         let (counter_name, counted_packets) =
-            (COUNTER_NAMES[case.expected_counter_index()], run_result.counted_packets);
+            (COUNTER_NAMES[case.expected_counter_index()], run_result.counted_packet_count);
         ensure!(
             counted_packets == u64::from(packet_count),
             "{case}: {counted_packets} of {packet_count} packets were counted as {counter_name}"
         );
-        Ok(run_result.mean_ns)
+        Ok(run_result.mean_ns_per_packet)
     }
 
     /// Runs the program on `packet_count` packets without a check of the counters. Fails when the verdict on the last
     /// packet differs from the expected verdict.
-    pub fn run_and_count(
+    pub fn run_and_count_packets(
         &self,
         runner: &PacketRunner,
         generator: PacketGenerator,
@@ -405,8 +405,8 @@ impl CaseLoadBalancer {
             "{case}: the last packet's verdict was {xdp_verdict}, expected {expected_verdict}"
         );
         Ok(PacketRunResult {
-            mean_ns,
-            counted_packets: self.case_packet_counters().packets_by_outcome[case.expected_counter_index()]
+            mean_ns_per_packet: mean_ns,
+            counted_packet_count: self.case_packet_counters().packets_by_outcome[case.expected_counter_index()]
                 - initial_packet_count,
         })
     }
@@ -421,15 +421,15 @@ impl CaseLoadBalancer {
 
     fn free_selected_connections(
         &self,
-        select_connections: impl FnOnce(&mut dyn Iterator<Item = Connection>) -> Vec<Connection>,
+        select_connections: impl FnOnce(&mut dyn Iterator<Item = ConnectionEntry>) -> Vec<ConnectionEntry>,
     ) -> anyhow::Result<usize> {
         let mut load_balancer = self.load_balancer.borrow_mut();
         let connections = select_connections(&mut load_balancer.connections(self.service_index));
         load_balancer.free_connections(&connections)
     }
 
-    pub fn used_entry_count(&self) -> usize {
-        self.load_balancer.borrow().scan_used_entry_count()
+    pub fn used_table_entry_count(&self) -> usize {
+        self.load_balancer.borrow().count_used_entries_by_scan()
     }
 }
 
@@ -468,9 +468,9 @@ fn random_placement_table(
         assignment_cost: intf::LOAD_ONE / 1000,
         core_slots,
         members,
-        consistent_servers: rendezvous_table(servers, bucket_count),
-        previous_consistent_servers: Vec::new(),
+        consistent_server_by_bucket: rendezvous_table(servers, bucket_count),
+        previous_consistent_server_by_bucket: Vec::new(),
         down_servers: Vec::new(),
-        core_slot_ages: Vec::new(),
+        load_age_by_core_slot: Vec::new(),
     }
 }

@@ -7,14 +7,14 @@ use anyhow::Context as _;
 use coreward_model::connection_table::ConnectionTableSize;
 use coreward_model::consistency::ConsistencyMode;
 
-use super::balancer::{CONNECTION_TABLE_ENTRIES, CaseLoadBalancer};
+use super::balancer::{CONNECTION_TABLE_ENTRIES, MeasuredLoadBalancer};
 use super::interleaved::{
-    InterleavedProgram, MeasuredProgram, NsByRound, differences_by_round, measure_interleaved, median_of_rounds,
-    quartile_range_text,
+    InterleavedProgram, MeasuredProgram, NsByRound, differences_by_round, measure_interleaved_programs,
+    median_of_rounds, quartile_range_text,
 };
 use super::runner::{PACKET_COUNT, PacketGenerator, PacketRunner};
 use super::workload::{PacketCase, random_client_addresses};
-use super::{CaseMeasurement, XdpBenchArgs};
+use super::{PacketCaseMeasurement, XdpBenchArgs};
 use crate::report::ReportTable;
 
 /// Numbers of open connections for which all modes are measured.
@@ -23,39 +23,43 @@ const CONNECTION_COUNTS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKET_COUNT];
 /// Costs per packet of all modes with one number of open connections.
 pub struct ConnectionCountCosts {
     pub connection_count: usize,
-    pub stateless: CaseMeasurement,
-    pub stateful: CaseMeasurement,
-    pub hash_table: CaseMeasurement,
+    pub stateless: PacketCaseMeasurement,
+    pub stateful: PacketCaseMeasurement,
+    pub hash_table: PacketCaseMeasurement,
     /// Cost of the stateless program above the empty one (ns), while the generator also loads a cache line.
     pub ns_with_parallel_cache_line: NsByRound,
     /// Cost of the stateless program above the empty one (ns), with a wait for a cache line from memory.
     pub ns_after_awaited_cache_line: NsByRound,
 }
 
-pub fn measure_connection_counts(
+pub fn measure_costs_by_connection_count(
     args: &XdpBenchArgs,
     progress: &dyn Fn(usize, usize),
 ) -> anyhow::Result<Vec<ConnectionCountCosts>> {
     let measure_with_progress = |(done_count, connection_count): (usize, &usize)| {
         progress(done_count, CONNECTION_COUNTS.len());
-        measure_connection_count(*connection_count, args).with_context(|| format!("{connection_count} connections"))
+        measure_costs_with_connections(*connection_count, args)
+            .with_context(|| format!("{connection_count} connections"))
     };
     CONNECTION_COUNTS.iter().enumerate().map(measure_with_progress).collect()
 }
 
-fn measure_connection_count(connection_count: usize, args: &XdpBenchArgs) -> anyhow::Result<ConnectionCountCosts> {
+fn measure_costs_with_connections(
+    connection_count: usize,
+    args: &XdpBenchArgs,
+) -> anyhow::Result<ConnectionCountCosts> {
     let open_balancer =
-        |consistency| CaseLoadBalancer::new(PacketCase::EstablishedConnections(consistency, connection_count));
+        |consistency| MeasuredLoadBalancer::new(PacketCase::EstablishedConnections(consistency, connection_count));
     let stateless = open_balancer(ConsistencyMode::Stateless)?;
     let stateful = open_balancer(ConsistencyMode::Stateful)?;
     let hash_table = open_balancer(ConsistencyMode::HashTable)?;
-    let create_runner = |balancer: &CaseLoadBalancer| {
+    let create_runner = |balancer: &MeasuredLoadBalancer| {
         PacketRunner::new(&balancer.case().frame_template(), &balancer.shuffled_packet_variations()?, 0)
     };
     let (stateful_runner, hash_table_runner) = (create_runner(&stateful)?, create_runner(&hash_table)?);
-    let stateless_runner = create_runner_with_table_lines(&stateless, &stateful)?;
-    let stateless_program = InterleavedProgram::new(&stateless_runner, MeasuredProgram::Balancer(&stateless));
-    let round_times = measure_interleaved(
+    let stateless_runner = create_runner_with_cache_lines(&stateless, &stateful)?;
+    let stateless_program = InterleavedProgram::new(&stateless_runner, MeasuredProgram::LoadBalancer(&stateless));
+    let round_times = measure_interleaved_programs(
         &[
             InterleavedProgram::new(
                 &stateless_runner,
@@ -68,8 +72,8 @@ fn measure_connection_count(connection_count: usize, args: &XdpBenchArgs) -> any
             stateless_program,
             InterleavedProgram { generator: PacketGenerator::WithParallelCacheLine, ..stateless_program },
             InterleavedProgram { generator: PacketGenerator::AfterAwaitedCacheLine, ..stateless_program },
-            InterleavedProgram::new(&stateful_runner, MeasuredProgram::Balancer(&stateful)),
-            InterleavedProgram::new(&hash_table_runner, MeasuredProgram::Balancer(&hash_table)),
+            InterleavedProgram::new(&stateful_runner, MeasuredProgram::LoadBalancer(&stateful)),
+            InterleavedProgram::new(&hash_table_runner, MeasuredProgram::LoadBalancer(&hash_table)),
         ],
         args.length.rounds,
         args.length.packets,
@@ -81,9 +85,9 @@ fn measure_connection_count(connection_count: usize, args: &XdpBenchArgs) -> any
     };
     Ok(ConnectionCountCosts {
         connection_count,
-        stateless: CaseMeasurement::new(&stateless, [empty_ns, swap_ns, stateless_ns])?,
-        stateful: CaseMeasurement::new(&stateful, [empty_ns, swap_ns, stateful_ns])?,
-        hash_table: CaseMeasurement::new(&hash_table, [empty_ns, swap_ns, hash_table_ns])?,
+        stateless: PacketCaseMeasurement::new(&stateless, [empty_ns, swap_ns, stateless_ns])?,
+        stateful: PacketCaseMeasurement::new(&stateful, [empty_ns, swap_ns, stateful_ns])?,
+        hash_table: PacketCaseMeasurement::new(&hash_table, [empty_ns, swap_ns, hash_table_ns])?,
         ns_with_parallel_cache_line: differences_by_round(parallel_line_ns, empty_ns),
         ns_after_awaited_cache_line: differences_by_round(after_line_ns, empty_ns),
     })
@@ -91,9 +95,9 @@ fn measure_connection_count(connection_count: usize, args: &XdpBenchArgs) -> any
 
 /// Creates a runner that generates the stateless mode's packets. For each packet, it can also load the cache line of
 /// the connection's entry in the stateful mode's table.
-fn create_runner_with_table_lines(
-    stateless: &CaseLoadBalancer,
-    stateful: &CaseLoadBalancer,
+fn create_runner_with_cache_lines(
+    stateless: &MeasuredLoadBalancer,
+    stateful: &MeasuredLoadBalancer,
 ) -> anyhow::Result<PacketRunner> {
     let (entry_by_client, table_size) =
         (stateful.connection_indexes_by_client(), ConnectionTableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
@@ -105,7 +109,7 @@ fn create_runner_with_table_lines(
 }
 
 /// Returns a table with the cost of one cache miss, and the stateful modes' extra costs over the stateless mode.
-pub fn costs_by_count_table(costs: &[ConnectionCountCosts]) -> ReportTable {
+pub fn costs_by_connection_count_table(costs: &[ConnectionCountCosts]) -> ReportTable {
     let mut table = ReportTable::new(&[
         "connections",
         "stateless, ns",

@@ -18,20 +18,20 @@ use nix::sched::sched_getaffinity;
 use nix::unistd::Pid;
 
 use super::MeasurementLength;
-use super::balancer::{CaseLoadBalancer, FLOW_TABLE_ENTRIES, PlacementSetup};
+use super::balancer::{FLOW_TABLE_ENTRIES, MeasuredLoadBalancer, PlacementSetup};
 use super::interleaved::{NsByRound, differences_by_round, median_of_rounds, quartile_range_text};
 use super::runner::{PacketGenerator, PacketRunner};
 use super::workload::{PacketCase, XDP_TX};
-use crate::cpus::THIS_THREAD;
+use crate::cpus::CALLING_THREAD_PID;
 use crate::namespace;
-use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_and_verdict_cells};
-use flooder::{FloodCounts, FlooderCommand, SynFlooder};
+use crate::report::{BenchReport, MeasurementGoal, ReportTable, ReportTableCell, goal_and_verdict_cells};
+use flooder::{SynFloodCounts, SynFlooder, SynFlooderCommand};
 use memory::BpfMapMemory;
 
 const CONNECTION_COUNT: usize = 1 << 17;
 
 /// Goal for the cost that a flood adds to established packets (%).
-const FLOOD_EXCESS_GOAL: MeasurementGoal = MeasurementGoal::AtMost(10.0);
+const FLOOD_EXCESS_COST_GOAL: MeasurementGoal = MeasurementGoal::AtMost(10.0);
 
 /// Consistency mode of the flooded program, and state of its connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +65,7 @@ impl FloodedProgram {
     }
 
     /// Returns the number of entries in the program's connection table.
-    fn connection_table_entries(self) -> u32 {
+    fn connection_table_entry_count(self) -> u32 {
         match self {
             FloodedProgram::StatefulWithFreeEntries => intf::MAX_CONNECTION_TABLE_ENTRIES,
             _ => intf::DEFAULT_CONNECTION_TABLE_ENTRIES,
@@ -84,17 +84,17 @@ impl fmt::Display for FloodedProgram {
     }
 }
 
-struct FloodMeasurement {
+struct SynFloodMeasurement {
     flooded_program: FloodedProgram,
     /// Times per packet without a flood (ns), by round, for the empty program and for the load balancer.
-    ns_without_flood: [NsByRound; 2],
+    ns_by_program_without_flood: [NsByRound; 2],
     /// Times per packet during a flood (ns), by round, for the empty program and for the load balancer.
-    ns_in_flood: [NsByRound; 2],
+    ns_by_program_in_flood: [NsByRound; 2],
     /// Fraction of the open connections' packets during the floods that found their server.
-    found_entry_fraction: f64,
-    flood_counts: FloodCounts,
+    found_connection_entry_fraction: f64,
+    flood_counts: SynFloodCounts,
     /// Number of SYNs of the floods that found no free connection-table entry.
-    syns_without_entry: u64,
+    syn_count_without_entry: u64,
     /// Memory of all maps before the first SYN of a flood, and after the last one.
     memory_before_and_after: [BpfMapMemory; 2],
     /// Number of used connection-table entries before any flood, and the maximum number after a flood.
@@ -104,13 +104,13 @@ struct FloodMeasurement {
 /// Measures all programs under a flood in a new thread, which is bound to a CPU. Fails without root, with fewer than
 /// two CPUs, or when a packet is not treated as expected.
 pub fn run_flood_bench(length: &MeasurementLength) -> anyhow::Result<BenchReport> {
-    namespace::measure_in_thread("flood", length, measure_flooded_programs)
+    namespace::run_measurement_in_new_thread("flood", length, measure_flooded_programs)
 }
 
 fn measure_flooded_programs(length: &MeasurementLength) -> anyhow::Result<BenchReport> {
-    let cpus = first_two_cpus("coreward-lab bench flood")?;
+    let cpus = first_two_allowed_cpus("coreward-lab bench flood")?;
     let flooder = SynFlooder::start(cpus[1])?;
-    crate::cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
+    crate::cpus::bind_to_cpu(CALLING_THREAD_PID, cpus[0])?;
     let measurements = FloodedProgram::ALL.map(|flooded_program| {
         measure_flooded_program(flooded_program, length, &flooder).with_context(|| flooded_program.to_string())
     });
@@ -119,7 +119,7 @@ fn measure_flooded_programs(length: &MeasurementLength) -> anyhow::Result<BenchR
 }
 
 /// Returns the first two CPUs that this process may use. Fails when it may use only one.
-pub fn first_two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
+pub fn first_two_allowed_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
     let allowed_cpus = sched_getaffinity(Pid::from_raw(0)).context("which CPUs this process may use")?;
     let mut allowed_cpu_numbers =
         (0..nix::sched::CpuSet::count()).filter(|cpu| allowed_cpus.is_set(*cpu).unwrap_or(false));
@@ -130,14 +130,14 @@ pub fn first_two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
 }
 
 /// Load balancer to be flooded, with packets of its open connections.
-struct FloodTarget {
-    balancer: CaseLoadBalancer,
+struct SynFloodTarget {
+    balancer: MeasuredLoadBalancer,
     runner: PacketRunner,
     /// Indices of the connection-table entries that are used before the first flood.
-    open_connections: HashSet<ConnectionIndex>,
+    open_connection_indices: HashSet<ConnectionIndex>,
 }
 
-impl FloodTarget {
+impl SynFloodTarget {
     fn new(flooded_program: FloodedProgram) -> anyhow::Result<Self> {
         let case = PacketCase::EstablishedConnections(flooded_program.consistency(), CONNECTION_COUNT);
         let setup = PlacementSetup {
@@ -145,57 +145,58 @@ impl FloodTarget {
             placement_rule: PlacementRule::LeastAssigned,
             rss_group_count: 1,
             connection_table_size: ConnectionTableSize::try_from(u64::from(
-                flooded_program.connection_table_entries(),
+                flooded_program.connection_table_entry_count(),
             ))?,
-            flow_table_entries: FLOW_TABLE_ENTRIES,
+            flow_table_entry_count: FLOW_TABLE_ENTRIES,
         };
-        let balancer = CaseLoadBalancer::with_setup(case, setup)?;
+        let balancer = MeasuredLoadBalancer::with_setup(case, setup)?;
         let runner = PacketRunner::new(&case.frame_template(), &balancer.shuffled_packet_variations()?, 0)?;
         let open_connections = balancer.connection_indexes_by_client().into_values().collect();
-        Ok(Self { balancer, runner, open_connections })
+        Ok(Self { balancer, runner, open_connection_indices: open_connections })
     }
 
-    fn map_memory(&self) -> anyhow::Result<BpfMapMemory> {
+    fn read_map_memory(&self) -> anyhow::Result<BpfMapMemory> {
         BpfMapMemory::read_for_program(self.balancer.duplicate_program_descriptor()?.as_fd())
     }
 
     /// Runs packets of open connections through the load balancer (if `measures_lb`) or the empty program. Meanwhile
     /// the other CPU floods the load balancer (if `floods_lb`), or runs the empty program on the same SYNs. Returns the
     /// results of [`run_established_packets`] and the number of SYNs.
-    fn run_with_flooder(
+    fn run_packets_with_flooder(
         &self,
         flooder: &SynFlooder,
         measures_lb: bool,
         floods_lb: bool,
         packet_count: u32,
-    ) -> anyhow::Result<((f64, u64), FloodCounts)> {
+    ) -> anyhow::Result<((f64, u64), SynFloodCounts)> {
         let command = if floods_lb {
-            FlooderCommand::SynsThroughProgram(self.balancer.duplicate_program_descriptor()?)
+            SynFlooderCommand::SynsThroughProgram(self.balancer.duplicate_program_descriptor()?)
         } else {
-            FlooderCommand::SynsThroughEmptyProgram
+            SynFlooderCommand::SynsThroughEmptyProgram
         };
-        flooder
-            .flood_during(command, || run_established_packets(&self.balancer, &self.runner, measures_lb, packet_count))
+        flooder.run_during_flood(command, || {
+            run_established_packets(&self.balancer, &self.runner, measures_lb, packet_count)
+        })
     }
 }
 
-impl FloodMeasurement {
+impl SynFloodMeasurement {
     /// Returns a measurement before its first round. Its memory and used entries are those of the target at present.
-    fn before_flood(flooded_program: FloodedProgram, target: &FloodTarget) -> anyhow::Result<Self> {
+    fn from_state_before_flood(flooded_program: FloodedProgram, target: &SynFloodTarget) -> anyhow::Result<Self> {
         Ok(Self {
             flooded_program,
-            ns_without_flood: Default::default(),
-            ns_in_flood: Default::default(),
-            found_entry_fraction: 0.0,
-            flood_counts: FloodCounts::default(),
-            syns_without_entry: 0,
-            memory_before_and_after: [target.map_memory()?; 2],
-            initial_and_max_used_entries: [target.balancer.used_entry_count(); 2],
+            ns_by_program_without_flood: Default::default(),
+            ns_by_program_in_flood: Default::default(),
+            found_connection_entry_fraction: 0.0,
+            flood_counts: SynFloodCounts::default(),
+            syn_count_without_entry: 0,
+            memory_before_and_after: [target.read_map_memory()?; 2],
+            initial_and_max_used_entries: [target.balancer.used_table_entry_count(); 2],
         })
     }
 
     /// Adds a flood to the totals, with the number of connection-table entries in use after it.
-    fn add_flood(&mut self, flood_counts: FloodCounts, used_entry_count: usize) {
+    fn add_flood_counts(&mut self, flood_counts: SynFloodCounts, used_entry_count: usize) {
         self.flood_counts.syn_count += flood_counts.syn_count;
         self.flood_counts.cpu_seconds += flood_counts.cpu_seconds;
         let [_, max_used_entries] = &mut self.initial_and_max_used_entries;
@@ -206,7 +207,7 @@ impl FloodMeasurement {
     /// floods.
     fn run_measurement_rounds(
         &mut self,
-        target: &FloodTarget,
+        target: &SynFloodTarget,
         length: &MeasurementLength,
         flooder: &SynFlooder,
     ) -> anyhow::Result<u64> {
@@ -216,15 +217,16 @@ impl FloodMeasurement {
             let combination = (round + step) % 4;
             let (measures_lb, floods_lb) = (combination & 1 == 1, combination & 2 == 2);
             let ((mean_ns, counted_packets), flood_counts) =
-                target.run_with_flooder(flooder, measures_lb, floods_lb, length.packets)?;
+                target.run_packets_with_flooder(flooder, measures_lb, floods_lb, length.packets)?;
             if floods_lb {
-                self.add_flood(flood_counts, target.balancer.used_entry_count());
+                self.add_flood_counts(flood_counts, target.balancer.used_table_entry_count());
             }
             if floods_lb && self.flooded_program == FloodedProgram::StatefulWithFreeEntries {
-                target.balancer.free_connections_except(&target.open_connections)?;
+                target.balancer.free_connections_except(&target.open_connection_indices)?;
             }
             if round > 0 {
-                let round_times = if floods_lb { &mut self.ns_in_flood } else { &mut self.ns_without_flood };
+                let round_times =
+                    if floods_lb { &mut self.ns_by_program_in_flood } else { &mut self.ns_by_program_without_flood };
                 round_times[usize::from(measures_lb)].push(mean_ns);
             }
             if round > 0 && floods_lb {
@@ -239,27 +241,27 @@ fn measure_flooded_program(
     flooded_program: FloodedProgram,
     length: &MeasurementLength,
     flooder: &SynFlooder,
-) -> anyhow::Result<FloodMeasurement> {
-    let target = FloodTarget::new(flooded_program)?;
+) -> anyhow::Result<SynFloodMeasurement> {
+    let target = SynFloodTarget::new(flooded_program)?;
     if flooded_program == FloodedProgram::StatefulWithFullTable {
         fill_connection_table(&target.balancer, flooded_program, flooder)?;
     }
     let counters_before = target.balancer.case_packet_counters();
-    let mut measurement = FloodMeasurement::before_flood(flooded_program, &target)?;
+    let mut measurement = SynFloodMeasurement::from_state_before_flood(flooded_program, &target)?;
     let packets_that_found_server = measurement.run_measurement_rounds(&target, length, flooder)?;
-    measurement.syns_without_entry = count_syns_without_entry(
+    measurement.syn_count_without_entry = count_syns_without_entry(
         &counters_before,
         &target.balancer.case_packet_counters(),
         measurement.flood_counts.syn_count,
     )?;
-    measurement.found_entry_fraction =
+    measurement.found_connection_entry_fraction =
         packets_that_found_server as f64 / (f64::from(length.rounds) * f64::from(length.packets));
-    measurement.memory_before_and_after[1] = target.map_memory()?;
+    measurement.memory_before_and_after[1] = target.read_map_memory()?;
     let must_find_servers = flooded_program != FloodedProgram::HashTable;
     ensure!(
-        !must_find_servers || measurement.found_entry_fraction == 1.0,
+        !must_find_servers || measurement.found_connection_entry_fraction == 1.0,
         "only {} of the packets found their server",
-        measurement.found_entry_fraction
+        measurement.found_connection_entry_fraction
     );
     Ok(measurement)
 }
@@ -285,15 +287,15 @@ fn count_syns_without_entry(
 /// Runs packets of open connections. Returns the mean time per packet (ns), and the number of packets that found their
 /// server.
 fn run_established_packets(
-    balancer: &CaseLoadBalancer,
+    balancer: &MeasuredLoadBalancer,
     runner: &PacketRunner,
     measures_lb: bool,
     packet_count: u32,
 ) -> anyhow::Result<(f64, u64)> {
     if measures_lb {
-        balancer.run_and_count(runner, PacketGenerator::VariedFrame, CONNECTION_COUNT as u32)?;
-        let run_result = balancer.run_and_count(runner, PacketGenerator::VariedFrame, packet_count)?;
-        return Ok((run_result.mean_ns, run_result.counted_packets));
+        balancer.run_and_count_packets(runner, PacketGenerator::VariedFrame, CONNECTION_COUNT as u32)?;
+        let run_result = balancer.run_and_count_packets(runner, PacketGenerator::VariedFrame, packet_count)?;
+        return Ok((run_result.mean_ns_per_packet, run_result.counted_packet_count));
     }
     let (mean_ns, xdp_verdict) =
         runner.choose_program_and_run(PacketGenerator::VariedFrame, runner.empty_program.as_fd(), packet_count)?;
@@ -303,21 +305,24 @@ fn run_established_packets(
 
 /// Floods the program with SYNs until no entry of the connection table is free. Fails if this takes more than 10 s.
 fn fill_connection_table(
-    balancer: &CaseLoadBalancer,
+    balancer: &MeasuredLoadBalancer,
     flooded_program: FloodedProgram,
     flooder: &SynFlooder,
 ) -> anyhow::Result<()> {
-    let entry_count = flooded_program.connection_table_entries() as usize;
+    let entry_count = flooded_program.connection_table_entry_count() as usize;
     for _ in 0..100 {
-        flooder.flood_during(FlooderCommand::SynsThroughProgram(balancer.duplicate_program_descriptor()?), || {
-            std::thread::sleep(std::time::Duration::from_millis(100));
-            Ok(())
-        })?;
-        if balancer.used_entry_count() == entry_count {
+        flooder.run_during_flood(
+            SynFlooderCommand::SynsThroughProgram(balancer.duplicate_program_descriptor()?),
+            || {
+                std::thread::sleep(std::time::Duration::from_millis(100));
+                Ok(())
+            },
+        )?;
+        if balancer.used_table_entry_count() == entry_count {
             return Ok(());
         }
     }
-    anyhow::bail!("{} of {entry_count} entries are in use after a flood of 10 s", balancer.used_entry_count())
+    anyhow::bail!("{} of {entry_count} entries are in use after a flood of 10 s", balancer.used_table_entry_count())
 }
 
 /// Returns, for each round, the percentage by which its value in `rounds` exceeds its value in `base_rounds`.
@@ -351,38 +356,40 @@ const FLOOD_MEMORY_COLUMNS: [&str; 8] = [
     "after ",
 ];
 
-impl FloodMeasurement {
-    fn cost_row(&self) -> [TableCell; 12] {
-        let excess_pct = excess_percent_by_round(&self.ns_in_flood[1], &self.ns_without_flood[1]);
-        let [ns_above_empty_without_flood, ns_above_empty_in_flood] = [&self.ns_without_flood, &self.ns_in_flood]
-            .map(|ns_by_program| differences_by_round(&ns_by_program[1], &ns_by_program[0]));
+impl SynFloodMeasurement {
+    fn packet_cost_row(&self) -> [ReportTableCell; 12] {
+        let excess_pct = excess_percent_by_round(&self.ns_by_program_in_flood[1], &self.ns_by_program_without_flood[1]);
+        let [ns_above_empty_without_flood, ns_above_empty_in_flood] =
+            [&self.ns_by_program_without_flood, &self.ns_by_program_in_flood]
+                .map(|ns_by_program| differences_by_round(&ns_by_program[1], &ns_by_program[0]));
         let excess_above_empty_pct = excess_percent_by_round(&ns_above_empty_in_flood, &ns_above_empty_without_flood);
-        let [goal_cell, verdict_cell] = goal_and_verdict_cells(Some(FLOOD_EXCESS_GOAL), median_of_rounds(&excess_pct));
+        let [goal_cell, verdict_cell] =
+            goal_and_verdict_cells(Some(FLOOD_EXCESS_COST_GOAL), median_of_rounds(&excess_pct));
         let syn_count = self.flood_counts.syn_count as f64;
         [
             self.flooded_program.to_string().into(),
-            median_of_rounds(&self.ns_without_flood[1]).into(),
-            median_of_rounds(&self.ns_in_flood[1]).into(),
+            median_of_rounds(&self.ns_by_program_without_flood[1]).into(),
+            median_of_rounds(&self.ns_by_program_in_flood[1]).into(),
             median_of_rounds(&excess_pct).into(),
             quartile_range_text(&excess_pct).into(),
             goal_cell,
             verdict_cell,
             median_of_rounds(&excess_above_empty_pct).into(),
             quartile_range_text(&excess_above_empty_pct).into(),
-            (self.found_entry_fraction * 100.0).into(),
+            (self.found_connection_entry_fraction * 100.0).into(),
             (syn_count / self.flood_counts.cpu_seconds / 1e6).into(),
-            (self.syns_without_entry as f64 / syn_count * 100.0).into(),
+            (self.syn_count_without_entry as f64 / syn_count * 100.0).into(),
         ]
     }
 
-    fn memory_row(&self) -> [TableCell; 8] {
+    fn map_memory_row(&self) -> [ReportTableCell; 8] {
         let [entries_before, max_entries_after] = self.initial_and_max_used_entries.map(|entries| entries as u64);
         let [memory_before, memory_after] = self.memory_before_and_after;
         [
             self.flooded_program.to_string().into(),
             entries_before.into(),
             max_entries_after.into(),
-            (u64::from(self.flooded_program.connection_table_entries()) - max_entries_after).into(),
+            (u64::from(self.flooded_program.connection_table_entry_count()) - max_entries_after).into(),
             memory_before.hash_map_entry_count.into(),
             memory_after.hash_map_entry_count.into(),
             (memory_before.kernel_bytes / 1024).into(),
@@ -391,14 +398,18 @@ impl FloodMeasurement {
     }
 }
 
-fn build_flood_report(measurements: &[FloodMeasurement], length: &MeasurementLength, cpus: [usize; 2]) -> BenchReport {
+fn build_flood_report(
+    measurements: &[SynFloodMeasurement],
+    length: &MeasurementLength,
+    cpus: [usize; 2],
+) -> BenchReport {
     let mut cost_table = ReportTable::new(&FLOOD_COST_COLUMNS);
     let mut memory_table = ReportTable::new(&FLOOD_MEMORY_COLUMNS);
     for measurement in measurements {
-        cost_table.add_row(measurement.cost_row());
-        memory_table.add_row(measurement.memory_row());
+        cost_table.add_row(measurement.packet_cost_row());
+        memory_table.add_row(measurement.map_memory_row());
     }
-    let method = describe_method(length, cpus, &measurements[0].memory_before_and_after[1]);
+    let method = describe_measurement_method(length, cpus, &measurements[0].memory_before_and_after[1]);
     BenchReport {
         name: "flood",
         heading: "A SYN flood",
@@ -407,7 +418,7 @@ fn build_flood_report(measurements: &[FloodMeasurement], length: &MeasurementLen
     }
 }
 
-fn describe_method(length: &MeasurementLength, cpus: [usize; 2], memory: &BpfMapMemory) -> String {
+fn describe_measurement_method(length: &MeasurementLength, cpus: [usize; 2], memory: &BpfMapMemory) -> String {
     let BpfMapMemory { array_map_count: array_count, hash_map_count: hash_count, .. } = memory;
     format!(
         "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. Meanwhile CPU {} acts \

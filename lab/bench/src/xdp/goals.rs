@@ -5,7 +5,7 @@ use coreward_model::forwarding::ForwardingMode;
 use coreward_model::placement::PlacementRule;
 use coreward_model::statistics::median;
 
-use super::CaseMeasurement;
+use super::PacketCaseMeasurement;
 use super::established::ConnectionCountCosts;
 use super::interleaved::{differences_by_round, median_of_rounds};
 use super::runner::PACKET_COUNT;
@@ -20,7 +20,7 @@ const MAX_IPV6_COST_FACTOR: f64 = 1.3;
 
 /// Maximum cost of a case's packets, minus that of the empty program.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum CostLimit {
+enum PacketCostLimit {
     /// Cost (ns) on the machine for which the goals were set, to be scaled to this machine.
     ReferenceNs(f64),
     /// Cost like `ReferenceNs`, plus the cost of one cache miss, which is added after scaling.
@@ -29,32 +29,32 @@ enum CostLimit {
     RelativeToIpv4(PacketCase),
 }
 
-fn cost_limit(case: PacketCase) -> Option<CostLimit> {
-    let reference_limit = |ns| Some(CostLimit::ReferenceNs(ns));
+fn cost_limit(case: PacketCase) -> Option<PacketCostLimit> {
+    let reference_limit = |ns| Some(PacketCostLimit::ReferenceNs(ns));
     match case {
         PacketCase::EstablishedConnections(ConsistencyMode::Stateless, _) => reference_limit(20.0),
         PacketCase::EstablishedConnections(ConsistencyMode::Stateful, 16384) => reference_limit(32.0),
         PacketCase::EstablishedConnections(ConsistencyMode::Stateful, PACKET_COUNT) => {
-            Some(CostLimit::CacheMissPlusReferenceNs(20.0))
+            Some(PacketCostLimit::CacheMissPlusReferenceNs(20.0))
         }
         PacketCase::EstablishedConnections(ConsistencyMode::HashTable, 16384) => reference_limit(90.0),
         PacketCase::EstablishedConnections(ConsistencyMode::HashTable, 131072) => reference_limit(190.0),
         PacketCase::NewConnection(new_connection) => {
-            new_connection_limit_ns(new_connection).map(CostLimit::ReferenceNs)
+            new_connection_cost_limit_ns(new_connection).map(PacketCostLimit::ReferenceNs)
         }
         PacketCase::Encapsulated(ForwardingMode::Gue) => reference_limit(35.0),
-        PacketCase::EstablishedIpv6Connections(connections) => {
-            Some(CostLimit::RelativeToIpv4(PacketCase::EstablishedConnections(ConsistencyMode::Stateless, connections)))
-        }
+        PacketCase::EstablishedIpv6Connections(connections) => Some(PacketCostLimit::RelativeToIpv4(
+            PacketCase::EstablishedConnections(ConsistencyMode::Stateless, connections),
+        )),
         PacketCase::NewConnectionIpv6 => {
-            Some(CostLimit::RelativeToIpv4(PacketCase::NewConnection(NewConnectionCase::STATELESS)))
+            Some(PacketCostLimit::RelativeToIpv4(PacketCase::NewConnection(NewConnectionCase::STATELESS)))
         }
         _ => None,
     }
 }
 
 /// Returns the maximum cost of a new connection's first packet on the goals' machine (ns), or `None` if it has no goal.
-fn new_connection_limit_ns(new_connection: NewConnectionCase) -> Option<f64> {
+fn new_connection_cost_limit_ns(new_connection: NewConnectionCase) -> Option<f64> {
     match (new_connection.consistency, new_connection.placement_rule, new_connection.rss_group_count) {
         (ConsistencyMode::Stateful, ..) => Some(160.0),
         (ConsistencyMode::Stateless, PlacementRule::Table, 1) => Some(45.0),
@@ -65,21 +65,21 @@ fn new_connection_limit_ns(new_connection: NewConnectionCase) -> Option<f64> {
 }
 
 /// Costs on this machine, from which the goals of all cases are calculated.
-pub struct CostGoals<'a> {
+pub struct PacketCostGoals<'a> {
     /// Cost of parsing a packet and swapping its MAC addresses, above the empty program (ns).
     pub parse_and_swap_ns: f64,
     /// Cost of one cache miss for which the packet must wait (ns), if it was measured.
     cache_miss_ns: Option<f64>,
-    measurements: Vec<&'a CaseMeasurement>,
+    measurements: Vec<&'a PacketCaseMeasurement>,
 }
 
-impl<'a> CostGoals<'a> {
+impl<'a> PacketCostGoals<'a> {
     /// Returns the goals for the costs in the measurements. Panics when there are no measurements.
-    pub fn new(established_costs: &'a [ConnectionCountCosts], separate_cases: &'a [CaseMeasurement]) -> Self {
+    pub fn new(established_costs: &'a [ConnectionCountCosts], separate_cases: &'a [PacketCaseMeasurement]) -> Self {
         let established_measurements = established_costs
             .iter()
             .flat_map(|count_costs| [&count_costs.stateless, &count_costs.stateful, &count_costs.hash_table]);
-        let measurements: Vec<&CaseMeasurement> = established_measurements.chain(separate_cases).collect();
+        let measurements: Vec<&PacketCaseMeasurement> = established_measurements.chain(separate_cases).collect();
         let parse_and_swap_values_ns: Vec<f64> =
             measurements.iter().map(|case_measurement| case_measurement.parse_and_swap_ns).collect();
         let largest_count_costs =
@@ -100,9 +100,9 @@ impl<'a> CostGoals<'a> {
     pub fn goal_for_case(&self, case: PacketCase) -> Option<MeasurementGoal> {
         let scale_from_reference = |ns: f64| ns * self.parse_and_swap_ns / REFERENCE_PARSE_AND_SWAP_NS;
         let limit_ns = match cost_limit(case)? {
-            CostLimit::ReferenceNs(ns) => scale_from_reference(ns),
-            CostLimit::CacheMissPlusReferenceNs(ns) => self.cache_miss_ns? + scale_from_reference(ns),
-            CostLimit::RelativeToIpv4(ipv4_case) => {
+            PacketCostLimit::ReferenceNs(ns) => scale_from_reference(ns),
+            PacketCostLimit::CacheMissPlusReferenceNs(ns) => self.cache_miss_ns? + scale_from_reference(ns),
+            PacketCostLimit::RelativeToIpv4(ipv4_case) => {
                 self.measurements
                     .iter()
                     .find(|case_measurement| case_measurement.case == ipv4_case)?
@@ -118,8 +118,8 @@ impl<'a> CostGoals<'a> {
 mod tests {
     use super::*;
 
-    fn measurement(case: PacketCase, baseline_ns: f64, fastest_ns: f64) -> CaseMeasurement {
-        CaseMeasurement {
+    fn build_case_measurement(case: PacketCase, baseline_ns: f64, fastest_ns: f64) -> PacketCaseMeasurement {
+        PacketCaseMeasurement {
             case,
             empty_program_ns: 0.0,
             ns_above_empty_program: vec![fastest_ns],
@@ -131,7 +131,7 @@ mod tests {
     #[test]
     fn goals_scale_with_parse_and_swap_cost_except_cache_misses() {
         let measurement_of_mode = |consistency, connection_count| {
-            measurement(PacketCase::EstablishedConnections(consistency, connection_count), 9.0, 30.0)
+            build_case_measurement(PacketCase::EstablishedConnections(consistency, connection_count), 9.0, 30.0)
         };
         let established_costs = [ConnectionCountCosts {
             connection_count: PACKET_COUNT,
@@ -141,7 +141,7 @@ mod tests {
             ns_with_parallel_cache_line: vec![40.0],
             ns_after_awaited_cache_line: vec![130.0],
         }];
-        let cost_goals = CostGoals::new(&established_costs, &[]);
+        let cost_goals = PacketCostGoals::new(&established_costs, &[]);
         assert_eq!(cost_goals.goal_for_case(established_costs[0].stateless.case), Some(MeasurementGoal::AtMost(40.0)));
         assert_eq!(cost_goals.goal_for_case(established_costs[0].stateful.case), Some(MeasurementGoal::AtMost(140.0)));
         assert_eq!(cost_goals.goal_for_case(established_costs[0].hash_table.case), None);

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use anyhow::ensure;
 use coreward_model::statistics::median;
 
-use super::balancer::CaseLoadBalancer;
+use super::balancer::MeasuredLoadBalancer;
 use super::runner::{PacketGenerator, PacketRunner};
 use super::workload;
 
@@ -15,7 +15,7 @@ pub enum MeasuredProgram<'a> {
     /// Baseline program, which returns `XDP_TX` for every packet.
     Baseline(BorrowedFd<'a>),
     /// Program of the load balancer, with the results that its case expects.
-    Balancer(&'a CaseLoadBalancer),
+    LoadBalancer(&'a MeasuredLoadBalancer),
 }
 
 /// Program that is measured once in each round, with the generator of its packets.
@@ -34,7 +34,7 @@ impl<'a> InterleavedProgram<'a> {
 
     fn measure_ns_per_packet(&self, packet_count: u32) -> anyhow::Result<f64> {
         match self.program {
-            MeasuredProgram::Balancer(balancer) => {
+            MeasuredProgram::LoadBalancer(balancer) => {
                 balancer.run_packet_batches(self.runner, self.generator, packet_count)
             }
             MeasuredProgram::Baseline(program) => {
@@ -55,7 +55,7 @@ impl<'a> InterleavedProgram<'a> {
     fn warm_up_caches(&self) -> anyhow::Result<()> {
         match self.program {
             // The SYN of a new connection cannot be repeated.
-            MeasuredProgram::Balancer(balancer) if balancer.case().takes_connection_entries() => Ok(()),
+            MeasuredProgram::LoadBalancer(balancer) if balancer.case().takes_connection_entries() => Ok(()),
             _ => self.measure_ns_per_packet(self.runner.connection_count() as u32).map(drop),
         }
     }
@@ -66,7 +66,7 @@ pub type NsByRound = Vec<f64>;
 
 /// Measures all programs one after the other in each round. Returns the times of each program, in the order of the
 /// rounds. Fails when a program returns an unexpected result.
-pub fn measure_interleaved(
+pub fn measure_interleaved_programs(
     programs: &[InterleavedProgram<'_>],
     rounds: u32,
     packet_count: u32,
@@ -118,17 +118,17 @@ pub fn difference_of_fastest_rounds(rounds: &[f64], subtracted_rounds: &[f64]) -
 
 /// Returns the lower and the upper quartile of the rounds' values, with one decimal, as "LOWER to UPPER".
 pub fn quartile_range_text(rounds: &[f64]) -> String {
-    quartile_range_with_decimals(rounds, 1)
+    quartile_range_text_with_decimals(rounds, 1)
 }
 
 /// Returns the text of [`quartile_range_text`], but with `decimal_count` decimals.
-pub fn quartile_range_with_decimals(rounds: &[f64], decimal_count: usize) -> String {
-    let [lower_quartile, upper_quartile] = [0.25, 0.75].map(|fraction| nearest_quantile(rounds, fraction));
+pub fn quartile_range_text_with_decimals(rounds: &[f64], decimal_count: usize) -> String {
+    let [lower_quartile, upper_quartile] = [0.25, 0.75].map(|fraction| element_nearest_to_quantile(rounds, fraction));
     format!("{lower_quartile:.decimal_count$} to {upper_quartile:.decimal_count$}")
 }
 
 /// Returns the quantile `fraction` (0 to 1) of `values`, without interpolation between elements.
-fn nearest_quantile(values: &[f64], fraction: f64) -> f64 {
+fn element_nearest_to_quantile(values: &[f64], fraction: f64) -> f64 {
     let mut sorted_values = values.to_vec();
     sorted_values.sort_by(f64::total_cmp);
     sorted_values[((sorted_values.len() - 1) as f64 * fraction).round() as usize]

@@ -140,7 +140,7 @@ impl PacketRunner {
 
     /// Selects the program to measure. This interrupts other CPUs, because the kernel patches the tail call.
     pub fn choose_program(&self, program: BorrowedFd<'_>) -> anyhow::Result<()> {
-        write_measured_program(&self.measured_program_map, program)
+        set_measured_program(&self.measured_program_map, program)
     }
 
     /// Runs the program that is already selected `repeat` times. Returns the mean CPU time of one run (ns) and the last
@@ -156,7 +156,7 @@ impl PacketRunner {
 }
 
 /// Selects the program that the generators in `bpf/feed.h` call.
-pub fn write_measured_program(program_map: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<()> {
+pub fn set_measured_program(program_map: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<()> {
     let program_descriptor = program.as_raw_fd() as u32;
     Ok(program_map.update(&0u32.to_ne_bytes(), &program_descriptor.to_ne_bytes(), MapFlags::ANY)?)
 }
@@ -169,7 +169,7 @@ pub fn run_generator(
     queue: Option<ReceiveQueueId>,
 ) -> anyhow::Result<(f64, i32)> {
     let start = thread_cpu_time()?;
-    let test_run_result = test_run::run_from_queue(generator_program, frame, repeat, queue)?;
+    let test_run_result = test_run::run_program_from_queue(generator_program, frame, repeat, queue)?;
     let elapsed_cpu_time = thread_cpu_time()? - start;
     Ok((elapsed_cpu_time.as_secs_f64() * 1e9 / f64::from(repeat), test_run_result.verdict))
 }

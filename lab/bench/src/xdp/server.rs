@@ -14,7 +14,7 @@ use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::rss::seeded_rng;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use libbpf_rs::MapHandle;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -25,10 +25,10 @@ use super::MeasurementLength;
 use super::interleaved::{
     NsByRound, difference_of_fastest_rounds, differences_by_round, median_of_rounds, quartile_range_text,
 };
-use super::runner::{FrameTemplate, PACKET_COUNT, PacketVariation, run_generator, write_measured_program};
+use super::runner::{FrameTemplate, PACKET_COUNT, PacketVariation, run_generator, set_measured_program};
 use super::workload::{
-    IPV4_SERVICE_ADDRESS, IPV6_SERVICE_ADDRESS, ipv6_client_address, ipv6_response_frame_template,
-    random_client_addresses, request_frame, request_frame_ipv6, response_frame_template,
+    IPV4_SERVICE_ADDRESS, IPV6_SERVICE_ADDRESS, ipv6_client_address, ipv6_request_frame_template,
+    ipv6_response_frame_template, random_client_addresses, request_frame_template, response_frame_template,
 };
 use crate::report::{BenchReport, ReportTable};
 
@@ -72,8 +72,8 @@ impl ServerPacketCase {
 
     fn frame_template(self) -> FrameTemplate {
         match (self.direction, self.is_ipv6) {
-            (PacketDirection::Ingress, false) => request_frame(),
-            (PacketDirection::Ingress, true) => request_frame_ipv6(),
+            (PacketDirection::Ingress, false) => request_frame_template(),
+            (PacketDirection::Ingress, true) => ipv6_request_frame_template(),
             (PacketDirection::Egress, false) => response_frame_template(),
             (PacketDirection::Egress, true) => ipv6_response_frame_template(),
         }
@@ -130,7 +130,7 @@ impl LoadedServerPrograms {
         if !case.has_service {
             service_socket_address.set_port(service_socket_address.port() + 1);
         }
-        let service_address = ServiceAddress { vip_and_port: service_socket_address, protocol: Protocol::Tcp };
+        let service_address = ServiceAddress { vip_and_port: service_socket_address, protocol: TransportProtocol::Tcp };
         server_programs.set_services(&[(service_address, server_id, ServiceSettings::default())])?;
         Ok(Self { server_programs, cookie_keys, server_id })
     }
@@ -205,8 +205,8 @@ impl SegmentPacketRunner {
     }
 
     /// Returns the mean time of `program` per packet (ns). Fails when the last verdict is not the expected one.
-    fn measure_program(&self, program: BorrowedFd<'_>, packet_count: u32) -> anyhow::Result<f64> {
-        write_measured_program(&self.measured_program_map, program)?;
+    fn measure_mean_packet_ns(&self, program: BorrowedFd<'_>, packet_count: u32) -> anyhow::Result<f64> {
+        set_measured_program(&self.measured_program_map, program)?;
         let (mean_ns, tc_verdict) =
             run_generator(self.generator_program.as_fd(), &self.frame_bytes, packet_count, None)?;
         ensure!(tc_verdict == TC_ACT_UNSPEC, "the last packet's verdict was {tc_verdict}");
@@ -214,14 +214,14 @@ impl SegmentPacketRunner {
     }
 }
 
-struct ServerMeasurement {
+struct ServerCostMeasurement {
     case: ServerPacketCase,
     empty_program_ns: NsByRound,
     parse_and_swap_ns: NsByRound,
     server_program_ns: NsByRound,
 }
 
-fn measure_server_case(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result<ServerMeasurement> {
+fn measure_server_case(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result<ServerCostMeasurement> {
     let loaded_programs = LoadedServerPrograms::new(case)?;
     let runner = SegmentPacketRunner::new(case, &loaded_programs.packet_variations(case)?)?;
     let program = loaded_programs.server_programs.program_for_direction(case.direction);
@@ -229,9 +229,9 @@ fn measure_server_case(case: ServerPacketCase, length: &MeasurementLength) -> an
     // The first round only warms branch predictors and caches and is not counted.
     for round in 0..=length.rounds {
         let baseline_results = [&runner.empty_program, &runner.parse_and_swap_program]
-            .map(|baseline_program| runner.measure_program(baseline_program.as_fd(), length.packets));
+            .map(|baseline_program| runner.measure_mean_packet_ns(baseline_program.as_fd(), length.packets));
         let initial_changed_count = loaded_programs.changed_packet_count(case);
-        let mean_ns = runner.measure_program(program, length.packets)?;
+        let mean_ns = runner.measure_mean_packet_ns(program, length.packets)?;
         let changed_packets = loaded_programs.changed_packet_count(case) - initial_changed_count;
         let expected_changed_packet_count = if case.has_service { u64::from(length.packets) } else { 0 };
         ensure!(
@@ -246,7 +246,7 @@ fn measure_server_case(case: ServerPacketCase, length: &MeasurementLength) -> an
             server_ns.push(mean_ns);
         }
     }
-    Ok(ServerMeasurement { case, empty_program_ns: empty_ns, parse_and_swap_ns, server_program_ns: server_ns })
+    Ok(ServerCostMeasurement { case, empty_program_ns: empty_ns, parse_and_swap_ns, server_program_ns: server_ns })
 }
 
 /// Measures the server's programs for all kinds of packets. Fails without the capabilities to load BPF programs, or

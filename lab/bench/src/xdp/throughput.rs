@@ -14,15 +14,15 @@ use coreward_model::connection_table::{ConnectionIndex, ConnectionTableSize};
 use coreward_model::consistency::ConsistencyMode;
 use coreward_model::placement::PlacementRule;
 
-use super::balancer::{CONNECTION_TABLE_ENTRIES, CaseLoadBalancer, PlacementSetup};
-use super::flood::first_two_cpus;
-use super::interleaved::{NsByRound, interleave_measurements, median_of_rounds, quartile_range_with_decimals};
+use super::balancer::{CONNECTION_TABLE_ENTRIES, MeasuredLoadBalancer, PlacementSetup};
+use super::flood::first_two_allowed_cpus;
+use super::interleaved::{NsByRound, interleave_measurements, median_of_rounds, quartile_range_text_with_decimals};
 use super::workload::{PacketCase, syn_frame_template};
-use crate::cpus::{self, THIS_THREAD};
+use crate::cpus::{self, CALLING_THREAD_PID};
 use crate::namespace;
-use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_and_verdict_cells};
+use crate::report::{BenchReport, MeasurementGoal, ReportTable, ReportTableCell, goal_and_verdict_cells};
 use generator::{FrameGenerator, GeneratedTraffic, LIVE_PACKET_COUNT, LiveBaselineProgram};
-use wire::{NapiThread, NapiUsage, VethPair, raise_priority};
+use wire::{NapiThread, NapiUsage, VethPair, raise_thread_priority};
 
 /// Number of rounds and frames of the throughput measurement.
 #[derive(Debug, Clone, clap::Args)]
@@ -73,15 +73,15 @@ impl ServiceTraffic {
             baseline: Some(LiveBaselineProgram::ReadTsecr),
             ..Self::SWAP_MACS_BASELINE
         },
-        Self::placed_by_table(
+        Self::with_table_placement(
             "established, stateless",
             ConsistencyMode::Stateless,
             0,
             Some(MeasurementGoal::AtLeast(0.97)),
         ),
-        Self::placed_by_table("established, stateful", ConsistencyMode::Stateful, 0, None),
-        Self::placed_by_table("established, hash-table", ConsistencyMode::HashTable, 0, None),
-        Self::placed_by_table(
+        Self::with_table_placement("established, stateful", ConsistencyMode::Stateful, 0, None),
+        Self::with_table_placement("established, hash-table", ConsistencyMode::HashTable, 0, None),
+        Self::with_table_placement(
             "new, stateless, hash or crossrss",
             ConsistencyMode::Stateless,
             16,
@@ -89,21 +89,31 @@ impl ServiceTraffic {
         ),
         ServiceTraffic {
             placement_rule: PlacementRule::LeastAssigned,
-            ..Self::placed_by_table(
+            ..Self::with_table_placement(
                 "new, stateless, crossrss-plus",
                 ConsistencyMode::Stateless,
                 16,
                 Some(MeasurementGoal::AtLeast(0.87)),
             )
         },
-        Self::placed_by_table("new, stateful", ConsistencyMode::Stateful, 16, Some(MeasurementGoal::AtLeast(0.75))),
-        Self::placed_by_table("new, hash-table", ConsistencyMode::HashTable, 16, Some(MeasurementGoal::AtLeast(0.6))),
-        Self::placed_by_table("mixed: 15 established, 1 new; stateless", ConsistencyMode::Stateless, 1, None),
-        Self::placed_by_table("mixed: 15 established, 1 new; stateful", ConsistencyMode::Stateful, 1, None),
+        Self::with_table_placement(
+            "new, stateful",
+            ConsistencyMode::Stateful,
+            16,
+            Some(MeasurementGoal::AtLeast(0.75)),
+        ),
+        Self::with_table_placement(
+            "new, hash-table",
+            ConsistencyMode::HashTable,
+            16,
+            Some(MeasurementGoal::AtLeast(0.6)),
+        ),
+        Self::with_table_placement("mixed: 15 established, 1 new; stateless", ConsistencyMode::Stateless, 1, None),
+        Self::with_table_placement("mixed: 15 established, 1 new; stateful", ConsistencyMode::Stateful, 1, None),
     ];
 
     /// Returns traffic to a service whose new connections are placed by the placement table.
-    const fn placed_by_table(
+    const fn with_table_placement(
         name: &'static str,
         consistency: ConsistencyMode,
         syns_per_16_packets: usize,
@@ -137,7 +147,7 @@ impl ServiceTraffic {
             placement_rule: self.placement_rule,
             rss_group_count: 1,
             connection_table_size: ConnectionTableSize::try_from(connection_table_entries)?,
-            flow_table_entries,
+            flow_table_entry_count: flow_table_entries,
         })
     }
 
@@ -150,9 +160,9 @@ impl ServiceTraffic {
 /// Load balancer or baseline program on its own pair of devices.
 struct TrafficTestEnv {
     service_traffic: ServiceTraffic,
-    balancer: Option<CaseLoadBalancer>,
+    balancer: Option<MeasuredLoadBalancer>,
     /// Indices of the connection-table entries that are used before the first round.
-    open_connections: HashSet<ConnectionIndex>,
+    open_connection_indices: HashSet<ConnectionIndex>,
     generator: FrameGenerator,
     tested_napi_thread: NapiThread,
     sink_napi_thread: NapiThread,
@@ -165,9 +175,9 @@ struct TrafficRoundResult {
     /// Rate of frames by wall-clock time, in millions per second.
     million_frames_per_second: f64,
     /// Fraction of the wall-clock time in which the tested end's thread ran.
-    busy_fraction: f64,
+    tested_thread_busy_fraction: f64,
     /// Fraction of the sent frames that returned to the generator's end.
-    returned_fraction: f64,
+    returned_frame_fraction: f64,
 }
 
 impl TrafficTestEnv {
@@ -176,7 +186,7 @@ impl TrafficTestEnv {
         let veth_pair = VethPair::new(pair_number)?;
         // The baselines also get frames of open connections.
         let established_balancer =
-            CaseLoadBalancer::with_setup(service_traffic.established_case(), service_traffic.placement_setup()?)?;
+            MeasuredLoadBalancer::with_setup(service_traffic.established_case(), service_traffic.placement_setup()?)?;
         let balancer = service_traffic.baseline.is_none().then_some(established_balancer);
         Self::set_up(veth_pair, service_traffic, balancer, cpus)
     }
@@ -184,7 +194,7 @@ impl TrafficTestEnv {
     fn set_up(
         veth_pair: VethPair,
         service_traffic: ServiceTraffic,
-        balancer: Option<CaseLoadBalancer>,
+        balancer: Option<MeasuredLoadBalancer>,
         cpus: [usize; 2],
     ) -> anyhow::Result<Self> {
         let established_case = service_traffic.established_case();
@@ -195,7 +205,7 @@ impl TrafficTestEnv {
         let (established_frame, syn_frame) = (established_case.frame_template(), syn_frame_template());
         let traffic = GeneratedTraffic {
             frame_templates: [&established_frame, &syn_frame],
-            packets: &packets,
+            open_connection_packets: &packets,
             is_syn: &|packet_index| service_traffic.is_syn(packet_index),
         };
         let generator = FrameGenerator::new(&veth_pair, &traffic, service_traffic.baseline)?;
@@ -204,44 +214,44 @@ impl TrafficTestEnv {
             .map(|balancer| balancer.connection_indexes_by_client().into_values().collect())
             .unwrap_or_default();
         if let Some(balancer) = &balancer {
-            balancer.attach(&veth_pair.tested_end)?;
+            balancer.attach(&veth_pair.tested_device_name)?;
         }
         Ok(Self {
             service_traffic,
-            open_connections,
+            open_connection_indices: open_connections,
             generator,
-            tested_napi_thread: NapiThread::start(&veth_pair.tested_end, cpus[1])?,
-            sink_napi_thread: NapiThread::start(&veth_pair.generator_end, cpus[0])?,
+            tested_napi_thread: NapiThread::start(&veth_pair.tested_device_name, cpus[1])?,
+            sink_napi_thread: NapiThread::start(&veth_pair.generator_device_name, cpus[0])?,
             balancer,
         })
     }
 
     fn measure_round(&self, frame_count: u32) -> anyhow::Result<TrafficRoundResult> {
-        let counters_before = self.balancer.as_ref().map(CaseLoadBalancer::case_packet_counters);
+        let counters_before = self.balancer.as_ref().map(MeasuredLoadBalancer::case_packet_counters);
         let (tested_usage_before, sink_usage_before) =
-            (self.tested_napi_thread.wait_for_idle_usage()?, self.sink_napi_thread.wait_for_idle_usage()?);
+            (self.tested_napi_thread.read_usage_when_idle()?, self.sink_napi_thread.read_usage_when_idle()?);
         let start = Instant::now();
         self.generator.send_frames(frame_count)?;
-        let tested_usage = self.tested_napi_thread.wait_for_idle_usage()?.difference_since(tested_usage_before);
+        let tested_usage = self.tested_napi_thread.read_usage_when_idle()?.difference_since(tested_usage_before);
         let elapsed_seconds = start.elapsed().as_secs_f64();
-        let sink_usage = self.sink_napi_thread.wait_for_idle_usage()?.difference_since(sink_usage_before);
+        let sink_usage = self.sink_napi_thread.read_usage_when_idle()?.difference_since(sink_usage_before);
         if let (Some(counters_before), Some(balancer)) = (counters_before, &self.balancer) {
-            self.check_counters(&tested_usage, &counters_before, &balancer.case_packet_counters())?;
+            self.check_frame_counters(&tested_usage, &counters_before, &balancer.case_packet_counters())?;
             if self.service_traffic.consistency == ConsistencyMode::Stateful {
-                balancer.free_connections_except(&self.open_connections)?;
+                balancer.free_connections_except(&self.open_connection_indices)?;
             }
         }
-        ensure!(tested_usage.received_frames > 0, "{}: no frame arrived", self.service_traffic.name);
+        ensure!(tested_usage.received_frame_count > 0, "{}: no frame arrived", self.service_traffic.name);
         Ok(TrafficRoundResult {
-            cpu_ns_per_frame: tested_usage.cpu_ns as f64 / tested_usage.received_frames as f64,
-            million_frames_per_second: tested_usage.received_frames as f64 / elapsed_seconds / 1e6,
-            busy_fraction: tested_usage.cpu_ns as f64 / 1e9 / elapsed_seconds,
-            returned_fraction: sink_usage.received_frames as f64 / tested_usage.received_frames as f64,
+            cpu_ns_per_frame: tested_usage.cpu_ns as f64 / tested_usage.received_frame_count as f64,
+            million_frames_per_second: tested_usage.received_frame_count as f64 / elapsed_seconds / 1e6,
+            tested_thread_busy_fraction: tested_usage.cpu_ns as f64 / 1e9 / elapsed_seconds,
+            returned_frame_fraction: sink_usage.received_frame_count as f64 / tested_usage.received_frame_count as f64,
         })
     }
 
     /// Checks by the counters that each frame was forwarded as the service's mode demands.
-    fn check_counters(
+    fn check_frame_counters(
         &self,
         tested_usage: &NapiUsage,
         counters_before: &PacketCounters,
@@ -255,9 +265,9 @@ impl TrafficTestEnv {
         );
         let name = self.service_traffic.name;
         ensure!(
-            new_count + established_count == tested_usage.received_frames,
+            new_count + established_count == tested_usage.received_frame_count,
             "{name}: {new_count} new and {established_count} others of {} frames",
-            tested_usage.received_frames
+            tested_usage.received_frame_count
         );
         ensure!(
             (new_count > 0, established_count > 0)
@@ -275,19 +285,19 @@ impl TrafficTestEnv {
 /// Measures live frames in a thread with its own network namespace. Fails without root, with fewer than two CPUs, or
 /// when a frame is not treated as expected.
 pub fn run_throughput_bench(args: &ThroughputBenchArgs) -> anyhow::Result<BenchReport> {
-    namespace::measure_in_thread("throughput", args, measure_live_traffic)
+    namespace::run_measurement_in_new_thread("throughput", args, measure_live_traffic)
 }
 
 fn measure_live_traffic(args: &ThroughputBenchArgs) -> anyhow::Result<BenchReport> {
-    let cpus = first_two_cpus("coreward-lab bench throughput")?;
+    let cpus = first_two_allowed_cpus("coreward-lab bench throughput")?;
     namespace::enter_new_network_namespace()?;
     let traffic_kinds = ServiceTraffic::ALL.into_iter().enumerate();
     let traffic_envs = traffic_kinds.map(|(pair_number, service_traffic)| {
         TrafficTestEnv::new(service_traffic, pair_number, cpus).context(service_traffic.name)
     });
     let envs: Vec<TrafficTestEnv> = traffic_envs.collect::<anyhow::Result<_>>()?;
-    cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
-    raise_priority(nix::unistd::gettid())?;
+    cpus::bind_to_cpu(CALLING_THREAD_PID, cpus[0])?;
+    raise_thread_priority(nix::unistd::gettid())?;
     let results_by_traffic = interleave_measurements(envs.len(), args.rounds, |env_index| {
         let traffic_env = &envs[env_index];
         traffic_env.measure_round(args.frames).context(traffic_env.service_traffic.name)
@@ -316,21 +326,21 @@ fn build_throughput_report(
     ]);
     let baseline_rounds = &measurements[0].1;
     for (service_traffic, round_results) in measurements {
-        table.add_row(traffic_row(service_traffic, round_results, baseline_rounds));
+        table.add_row(traffic_table_row(service_traffic, round_results, baseline_rounds));
     }
     BenchReport {
         name: "throughput",
         heading: "Live frames",
-        method_description: describe_method(args, cpus),
+        method_description: describe_measurement_method(args, cpus),
         tables: vec![table],
     }
 }
 
-fn traffic_row(
+fn traffic_table_row(
     service_traffic: &ServiceTraffic,
     rounds: &[TrafficRoundResult],
     baseline_rounds: &[TrafficRoundResult],
-) -> [TableCell; 10] {
+) -> [ReportTableCell; 10] {
     let collect_round_values = |round_results: &[TrafficRoundResult],
                                 to_value: fn(&TrafficRoundResult) -> f64|
      -> NsByRound { round_results.iter().map(to_value).collect() };
@@ -348,8 +358,8 @@ fn traffic_row(
         goal_and_verdict_cells(service_traffic.cpu_time_ratio_goal, median_of_rounds(&cpu_time_ratios));
     [
         service_traffic.name.into(),
-        TableCell::Text(format!("{:.2}", median_of_rounds(&cpu_time_ratios))),
-        quartile_range_with_decimals(&cpu_time_ratios, 2).into(),
+        ReportTableCell::Text(format!("{:.2}", median_of_rounds(&cpu_time_ratios))),
+        quartile_range_text_with_decimals(&cpu_time_ratios, 2).into(),
         goal_cell,
         verdict_cell,
         median_of_rounds(&collect_round_values(rounds, |round_result| round_result.cpu_ns_per_frame)).into(),
@@ -358,12 +368,15 @@ fn traffic_row(
         }))
         .into(),
         median_of_rounds(&collect_round_values(rounds, |round_result| round_result.million_frames_per_second)).into(),
-        (median_of_rounds(&collect_round_values(rounds, |round_result| round_result.busy_fraction)) * 100.0).into(),
-        (median_of_rounds(&collect_round_values(rounds, |round_result| round_result.returned_fraction)) * 100.0).into(),
+        (median_of_rounds(&collect_round_values(rounds, |round_result| round_result.tested_thread_busy_fraction))
+            * 100.0)
+            .into(),
+        (median_of_rounds(&collect_round_values(rounds, |round_result| round_result.returned_frame_fraction)) * 100.0)
+            .into(),
     ]
 }
 
-fn describe_method(args: &ThroughputBenchArgs, cpus: [usize; 2]) -> String {
+fn describe_measurement_method(args: &ThroughputBenchArgs, cpus: [usize; 2]) -> String {
     format!(
         "A thread on CPU {0} redirects live frames (BPF_F_TEST_XDP_LIVE_FRAMES) into one end of a veth pair. At the \
          other end a NAPI thread on CPU {1} runs the measured program as native XDP. Frames that the program returns \

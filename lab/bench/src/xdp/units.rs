@@ -8,11 +8,11 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
 use super::MeasurementLength;
 use super::interleaved::{
-    InterleavedProgram, MeasuredProgram, difference_of_fastest_rounds, differences_by_round, measure_interleaved,
-    median_of_rounds, quartile_range_text,
+    InterleavedProgram, MeasuredProgram, difference_of_fastest_rounds, differences_by_round,
+    measure_interleaved_programs, median_of_rounds, quartile_range_text,
 };
 use super::runner::{PacketRunner, PacketVariation};
-use super::workload::request_frame;
+use super::workload::request_frame_template;
 use crate::report::ReportTable;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
@@ -24,7 +24,7 @@ mod skeleton {
 const OPERATIONS_PER_RUN: f64 = 64.0;
 
 /// Measures the time of each operation of the BPF programs separately. Fails without the right to load BPF programs.
-pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<ReportTable> {
+pub fn measure_bpf_operations(length: &MeasurementLength) -> anyhow::Result<ReportTable> {
     let mut skeleton_storage = MaybeUninit::uninit();
     let opened_skeleton =
         skeleton::UnitsSkelBuilder::default().open(&mut skeleton_storage).context("opening units.bpf.o")?;
@@ -37,13 +37,13 @@ pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<ReportTa
         ("look-up in an array map, load, store", programs.unit_look_up.as_fd()),
         ("obfuscation: keyed hash of a connection, reveal of its cookie", programs.unit_reveal_cookie.as_fd()),
     ];
-    let runner = PacketRunner::new(&request_frame(), &[PacketVariation::default()], 0)?;
+    let runner = PacketRunner::new(&request_frame_template(), &[PacketVariation::default()], 0)?;
     let empty_program = InterleavedProgram::new(&runner, MeasuredProgram::Baseline(runner.empty_program.as_fd()));
     let operation_programs =
         operations.iter().map(|(_, program)| InterleavedProgram::new(&runner, MeasuredProgram::Baseline(*program)));
     let interleaved_programs: Vec<InterleavedProgram<'_>> =
         std::iter::once(empty_program).chain(operation_programs).collect();
-    let ns_per_run = measure_interleaved(&interleaved_programs, length.rounds, length.packets)?;
+    let ns_per_run = measure_interleaved_programs(&interleaved_programs, length.rounds, length.packets)?;
     let ns_per_operation = |rounds: &[f64]| rounds.iter().map(|time| time / OPERATIONS_PER_RUN).collect::<Vec<f64>>();
     let empty_program_ns = ns_per_operation(&ns_per_run[0]);
     let mut table = ReportTable::new(&["operation, in the cache", "ns each", "quartiles", "fastest rounds"]);

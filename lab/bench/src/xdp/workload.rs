@@ -86,11 +86,11 @@ impl NewConnectionCase {
 }
 
 /// Number of connection-table entries that fit into a CPU's cache together with the free list.
-const CACHE_SIZED_ENTRY_COUNT: usize = 1 << 14;
+const CACHE_SIZED_TABLE_ENTRY_COUNT: usize = 1 << 14;
 
 impl PacketCase {
     /// Returns the cases that are measured separately, in the order of the report.
-    pub fn separate_cases() -> impl Iterator<Item = PacketCase> {
+    pub fn separately_measured_cases() -> impl Iterator<Item = PacketCase> {
         let stateless = NewConnectionCase::STATELESS;
         let stateful = NewConnectionCase { consistency: ConsistencyMode::Stateful, ..stateless };
         let rss_group_count = intf::MAX_RSS_GROUPS as usize;
@@ -107,7 +107,7 @@ impl PacketCase {
             .chain(PlacementRule::ALL.map(|rule| NewConnectionCase { placement_rule: rule, ..stateful }))
             .chain(PlacementRule::ALL.map(|rule| NewConnectionCase {
                 placement_rule: rule,
-                connection_count: CACHE_SIZED_ENTRY_COUNT,
+                connection_count: CACHE_SIZED_TABLE_ENTRY_COUNT,
                 ..stateful
             }))
             .chain(modes_without_cookies.map(|consistency| NewConnectionCase { consistency, ..stateless }))
@@ -157,7 +157,7 @@ impl PacketCase {
     }
 
     /// Returns the destination address in the outer header of packets to a server.
-    pub fn outer_server_address(self, server: ServerId) -> IpAddr {
+    pub fn outer_destination_address(self, server: ServerId) -> IpAddr {
         let [id_high_byte, id_low_byte] = server.get().to_be_bytes();
         match self {
             PacketCase::EncapsulatedIpv6(_) => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, server.get()).into(),
@@ -245,7 +245,9 @@ impl PacketCase {
         match self {
             PacketCase::NewConnection(_) => syn_frame_template(),
             PacketCase::LbStamped(PacketDirection::ToClient) => response_frame_template(),
-            PacketCase::EstablishedIpv6Connections(_) | PacketCase::EncapsulatedIpv6(_) => request_frame_ipv6(),
+            PacketCase::EstablishedIpv6Connections(_) | PacketCase::EncapsulatedIpv6(_) => {
+                ipv6_request_frame_template()
+            }
             PacketCase::NewConnectionIpv6 => convert_to_ipv6(&syn_frame_template()),
             PacketCase::NoService => ack_frame_template((IPV4_SERVICE_ADDRESS.0, PORT_WITHOUT_SERVICE)),
             _ => ack_frame_template(IPV4_SERVICE_ADDRESS),
@@ -304,7 +306,7 @@ pub fn syn_frame_template() -> FrameTemplate {
 }
 
 /// Returns a frame with a client's ACK to the VIP.
-pub fn request_frame() -> FrameTemplate {
+pub fn request_frame_template() -> FrameTemplate {
     ack_frame_template(IPV4_SERVICE_ADDRESS)
 }
 
@@ -359,8 +361,8 @@ fn convert_to_ipv6(ipv4_frame: &FrameTemplate) -> FrameTemplate {
 }
 
 /// Returns a frame with a client's ACK to the IPv6 service.
-pub fn request_frame_ipv6() -> FrameTemplate {
-    convert_to_ipv6(&request_frame())
+pub fn ipv6_request_frame_template() -> FrameTemplate {
+    convert_to_ipv6(&request_frame_template())
 }
 
 /// Returns a frame with a server's ACK from the IPv6 service.

@@ -8,7 +8,7 @@ use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb::MacAddress;
 
 use super::server::{self, ServerLifecycle, ServerSocket};
-use super::{ConsistencyCheck, ConsistencyCheckEvent, MAX_IDLE_MS, load_balancer_mac};
+use super::{ConsistencyCheck, ConsistencyCheckEvent, MAX_CONNECTION_IDLE_MS, load_balancer_mac};
 use crate::frame::{self, ETHERNET_HEADER_BYTES, EthernetIpHeader, PROTOCOL_UDP, TcpHeader, timestamp_option};
 use crate::ipv6;
 
@@ -22,7 +22,7 @@ const TCP_FLAG_ACK: u8 = 0x10;
 const SYN_TSECR_OFFSET: usize = 20 + 6 + 6;
 const BROADCAST_MAC: MacAddress = [0xff; 6];
 /// Number of transmissions of a packet after which the client gives up.
-const MAX_TRANSMISSIONS: u32 = 25;
+const MAX_TRANSMISSIONS_PER_PACKET: u32 = 25;
 /// Mean number of packets per fault. A fault is a lost answer, or a packet that reaches another load balancer than the
 /// other packets of its connection.
 const PACKETS_PER_FAULT: usize = 50;
@@ -31,7 +31,7 @@ const CONNECTIONS_PER_UNTIMESTAMPED_CONNECTION: usize = 30;
 
 /// Phase of a connection at its client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ConnectionState {
+enum ClientConnectionState {
     /// The client has sent a SYN, and sends it again until it is answered.
     Opening,
     /// The connection is open, and the client still has to send this number of packets.
@@ -43,7 +43,7 @@ enum ConnectionState {
 pub(super) struct ClientConnection {
     client_address: (Ipv4Addr, u16),
     has_timestamps: bool,
-    state: ConnectionState,
+    state: ClientConnectionState,
     transmission_count: u32,
     /// Newest TSval that the client has received from the server, which it returns in TSecr.
     newest_server_tsval: u32,
@@ -66,7 +66,7 @@ enum PacketDeliveryResult {
 }
 
 /// Returns an encapsulated frame without its outer headers.
-fn decapsulate(frame: &[u8]) -> Vec<u8> {
+fn decapsulate_frame(frame: &[u8]) -> Vec<u8> {
     let outer_packet = &frame[ETHERNET_HEADER_BYTES..];
     let (outer_header_bytes, protocol) =
         if outer_packet[0] >> 4 == 6 { (40, outer_packet[6]) } else { (20, outer_packet[9]) };
@@ -88,9 +88,9 @@ impl ConsistencyCheck {
         }
         self.opened_connection_count += 1;
         // Most connections have a new address and port, and some use those of an ended connection again.
-        let client_address = if self.rng.random_bool(1, 50) && !self.ended_clients.is_empty() {
-            let position = self.rng.random_below(self.ended_clients.len());
-            self.ended_clients.swap_remove(position)
+        let client_address = if self.rng.random_bool(1, 50) && !self.clients_with_ended_connections.is_empty() {
+            let position = self.rng.random_below(self.clients_with_ended_connections.len());
+            self.clients_with_ended_connections.swap_remove(position)
         } else {
             (Ipv4Addr::from(0x0b00_0000 + connection_index / 50_000), 1_024 + (connection_index % 50_000) as u16)
         };
@@ -98,14 +98,14 @@ impl ConsistencyCheck {
         self.connections[connection_index as usize] = Some(ClientConnection {
             client_address,
             has_timestamps,
-            state: ConnectionState::Opening,
+            state: ClientConnectionState::Opening,
             transmission_count: 0,
             newest_server_tsval: 0,
             server_index: None,
             server_sockets: Vec::new(),
             lb_selection_hash: self.rng.next_u32(),
         });
-        self.open_clients.insert(client_address);
+        self.clients_with_open_connections.insert(client_address);
         self.report.connection_count += 1;
         self.report.connections_without_timestamps += u64::from(!has_timestamps);
         let next_arrival_ms =
@@ -126,7 +126,7 @@ impl ConsistencyCheck {
     /// a key's lifetime.
     fn random_packet_gap_ms(&mut self) -> u64 {
         let max_gap_ms = match self.rng.random_below(200) {
-            0 => MAX_IDLE_MS as usize,
+            0 => MAX_CONNECTION_IDLE_MS as usize,
             1..10 => 8_000,
             10..80 => 1_000,
             _ => 50,
@@ -142,8 +142,8 @@ impl ConsistencyCheck {
             return Ok(());
         }
         match connection.state {
-            ConnectionState::Opening => self.send_syn(connection_index),
-            ConnectionState::EstablishedWithRemainingPackets(remaining_packets) => {
+            ClientConnectionState::Opening => self.send_syn(connection_index),
+            ClientConnectionState::EstablishedWithRemainingPackets(remaining_packets) => {
                 self.send_established_packet(connection_index, remaining_packets)
             }
         }
@@ -160,7 +160,7 @@ impl ConsistencyCheck {
         if connection.server_index.is_none() {
             match delivery_result {
                 PacketDeliveryResult::AcceptedByServer(server_index) => connection.server_index = Some(server_index),
-                _ if connection.transmission_count < MAX_TRANSMISSIONS => {
+                _ if connection.transmission_count < MAX_TRANSMISSIONS_PER_PACKET => {
                     self.schedule_event(1_000, ConsistencyCheckEvent::SendPacket(connection_index));
                     return Ok(());
                 }
@@ -178,7 +178,7 @@ impl ConsistencyCheck {
             self.report.syns_to_other_server += 1;
         }
         let connection = self.client_connection_mut(connection_index);
-        connection.state = ConnectionState::EstablishedWithRemainingPackets(packet_count);
+        connection.state = ClientConnectionState::EstablishedWithRemainingPackets(packet_count);
         connection.transmission_count = 0;
         self.schedule_event(gap_ms, ConsistencyCheckEvent::SendPacket(connection_index));
         Ok(())
@@ -203,7 +203,7 @@ impl ConsistencyCheck {
                     return Ok(());
                 };
                 let connection = self.client_connection_mut(connection_index);
-                connection.state = ConnectionState::EstablishedWithRemainingPackets(remaining_packets);
+                connection.state = ClientConnectionState::EstablishedWithRemainingPackets(remaining_packets);
                 connection.transmission_count = 0;
                 let gap_ms = self.random_packet_gap_ms();
                 self.schedule_event(gap_ms, ConsistencyCheckEvent::SendPacket(connection_index));
@@ -218,17 +218,17 @@ impl ConsistencyCheck {
                 }
                 self.close_connection(connection_index);
             }
-            PacketDeliveryResult::Lost => return self.retry_or_give_up(connection_index),
+            PacketDeliveryResult::Lost => return self.retransmit_or_give_up_connection(connection_index),
         }
         Ok(())
     }
 
     /// Schedules another transmission of a lost packet. After the last permitted transmission, gives up the connection
     /// instead.
-    fn retry_or_give_up(&mut self, connection_index: u32) -> anyhow::Result<()> {
+    fn retransmit_or_give_up_connection(&mut self, connection_index: u32) -> anyhow::Result<()> {
         let connection = self.client_connection_mut(connection_index);
         connection.transmission_count += 1;
-        if connection.transmission_count == MAX_TRANSMISSIONS {
+        if connection.transmission_count == MAX_TRANSMISSIONS_PER_PACKET {
             return self.give_up_connection(connection_index);
         }
         self.schedule_event(400, ConsistencyCheckEvent::SendPacket(connection_index));
@@ -245,11 +245,11 @@ impl ConsistencyCheck {
         let connection = self.connections[connection_index as usize].take().expect("an open connection");
         for socket in &connection.server_sockets {
             self.servers[socket.server_index].connection_count -= 1;
-            self.remove_if_drained(socket.server_index);
+            self.remove_server_if_drained(socket.server_index);
         }
-        self.open_clients.remove(&connection.client_address);
-        if self.ended_clients.len() < 10_000 {
-            self.ended_clients.push(connection.client_address);
+        self.clients_with_open_connections.remove(&connection.client_address);
+        if self.clients_with_ended_connections.len() < 10_000 {
+            self.clients_with_ended_connections.push(connection.client_address);
         }
     }
 
@@ -268,7 +268,7 @@ impl ConsistencyCheck {
             protocol: frame::PROTOCOL_TCP,
             ip_identification: tsval as u16,
             fragment_flags_and_offset: 0x4000,
-            option_words: 0,
+            option_word_count: 0,
             tos_and_ttl: [0, 64],
         };
         let tcp_header = TcpHeader {
@@ -296,7 +296,7 @@ impl ConsistencyCheck {
         let delivery_result = self.forward_to_server(connection_index, flags, lb_index, &frame)?;
         if let PacketDeliveryResult::AcceptedByServer(server_index) = delivery_result {
             self.report.accepted_packets += 1;
-            self.receive_answer(connection_index, server_index);
+            self.deliver_answer_to_client(connection_index, server_index);
         }
         Ok(delivery_result)
     }
@@ -314,7 +314,7 @@ impl ConsistencyCheck {
         }
         let destination_mac = &frame[..6];
         if destination_mac == BROADCAST_MAC {
-            return Ok(self.deliver_to_all_servers(connection_index));
+            return Ok(self.deliver_packet_to_all_servers(connection_index));
         }
         let owner_index =
             (0..self.load_balancers.len()).find(|other_index| load_balancer_mac(*other_index) == destination_mac);
@@ -327,12 +327,12 @@ impl ConsistencyCheck {
             return self.forward_to_server(connection_index, flags, owner_index, &frame);
         }
         let server_index = server::server_index_from_mac(destination_mac).expect("a server's MAC address");
-        let frame = if self.config.forwarding.encapsulates() { decapsulate(&frame) } else { frame };
-        Ok(self.deliver_to_server(connection_index, flags, server_index, &frame))
+        let frame = if self.config.forwarding.encapsulates() { decapsulate_frame(&frame) } else { frame };
+        Ok(self.deliver_packet_to_server(connection_index, flags, server_index, &frame))
     }
 
     /// Delivers a broadcast packet to every server. Only the server that has the connection accepts it.
-    fn deliver_to_all_servers(&mut self, connection_index: u32) -> PacketDeliveryResult {
+    fn deliver_packet_to_all_servers(&mut self, connection_index: u32) -> PacketDeliveryResult {
         let Some(server_index) = self.client_connection(connection_index).server_index else {
             return PacketDeliveryResult::Lost;
         };
@@ -357,7 +357,7 @@ impl ConsistencyCheck {
         PacketDeliveryResult::AcceptedByServer(server_index)
     }
 
-    fn deliver_to_server(
+    fn deliver_packet_to_server(
         &mut self,
         connection_index: u32,
         flags: u8,
@@ -394,12 +394,12 @@ impl ConsistencyCheck {
         {
             return PacketDeliveryResult::Rejected;
         }
-        self.chain_to_previous_server(connection_index, server_index, frame)
+        self.chain_packet_to_previous_server(connection_index, server_index, frame)
     }
 
     /// Forwards a packet without a cookie to the bucket's previous server, because this server does not know the
     /// connection. The load balancer has written the previous server's id into the packet.
-    fn chain_to_previous_server(
+    fn chain_packet_to_previous_server(
         &mut self,
         connection_index: u32,
         server_index: usize,
@@ -426,7 +426,7 @@ impl ConsistencyCheck {
     }
 
     /// Delivers the server's answer to the client, unless the network loses it.
-    fn receive_answer(&mut self, connection_index: u32, server_index: usize) {
+    fn deliver_answer_to_client(&mut self, connection_index: u32, server_index: usize) {
         let is_answer_lost = self.rng.random_bool(1, PACKETS_PER_FAULT);
         let now_ms = self.now_ms;
         let connection = self.client_connection(connection_index);

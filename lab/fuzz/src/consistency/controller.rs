@@ -3,14 +3,14 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use coreward_model::connection_table::{ClockTicks, TableOwnerNumber};
+use coreward_model::connection_table::{DecisecondTicks, TableOwnerNumber};
 use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb::{self as model, TableOwnerReachability};
 use coreward_model::placement::{
     BucketCount, CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, ServerCore, rendezvous_table,
 };
 use coreward_model::rss::RssKey;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{ServerId, ServiceAddress};
 
 use super::report::ConsistencyCheckReport;
@@ -18,7 +18,7 @@ use super::server::{self, ServerLifecycle, SimulatedServer};
 use super::{
     ConsistencyCheck, ConsistencyCheckConfig, ConsistencyCheckEvent, SimulatedLoadBalancer, load_balancer_mac,
 };
-use crate::change::StateChange;
+use crate::change::LoadBalancerStateChange;
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::{FuzzHarness, FuzzHarnessSetup};
 use crate::ipv6;
@@ -30,13 +30,13 @@ const MAX_UPDATE_DELAY_MS: usize = 1_000;
 /// Maximum time until the failure of a server or load balancer is detected (ms).
 const MAX_DETECTION_DELAY_MS: usize = 3_000;
 /// Time between a new key's distribution and its first use (ms), which exceeds the delay of any update.
-const KEY_SWITCH_DELAY_MS: u64 = 2 * MAX_UPDATE_DELAY_MS as u64 + 500;
+const COOKIE_KEY_SWITCH_DELAY_MS: u64 = 2 * MAX_UPDATE_DELAY_MS as u64 + 500;
 /// Interval between two scans for connection-table entries that can be freed (ms).
-const SWEEP_INTERVAL_MS: u64 = 10_000;
+const CONNECTION_TABLE_SWEEP_INTERVAL_MS: u64 = 10_000;
 const CORES_PER_SERVER: u16 = 4;
 
 /// State that the controller distributes to all load balancers and servers.
-pub(super) struct DesiredState {
+pub(super) struct DesiredFleetState {
     pub cookie_keys: FleetCookieKeys,
     pub placement_table: PlacementTable,
 }
@@ -63,13 +63,13 @@ impl ConsistencyCheck {
             now_ms: 0,
             scheduled_events: Default::default(),
             scheduled_event_count: 0,
-            desired_state: DesiredState { cookie_keys, placement_table },
+            desired_state: DesiredFleetState { cookie_keys, placement_table },
             servers: Vec::new(),
             load_balancers: Vec::new(),
             connections: (0..config.connection_count).map(|_| None).collect(),
             opened_connection_count: 0,
-            open_clients: Default::default(),
-            ended_clients: Vec::new(),
+            clients_with_open_connections: Default::default(),
+            clients_with_ended_connections: Vec::new(),
             report: ConsistencyCheckReport::new(),
         };
         for _ in 0..MEAN_SERVER_COUNT {
@@ -82,11 +82,14 @@ impl ConsistencyCheck {
         }
         for lb_index in 0..config.load_balancer_count {
             simulation.schedule_owner_updates(lb_index, 1);
-            simulation.schedule_event(SWEEP_INTERVAL_MS, ConsistencyCheckEvent::FreeEndedConnections(lb_index));
+            simulation.schedule_event(
+                CONNECTION_TABLE_SWEEP_INTERVAL_MS,
+                ConsistencyCheckEvent::FreeEndedConnections(lb_index),
+            );
         }
         simulation.schedule_event(0, ConsistencyCheckEvent::OpenConnection);
         simulation.schedule_event(0, ConsistencyCheckEvent::ChangeFleet);
-        simulation.schedule_event(config.key_rotation_ms / 2, ConsistencyCheckEvent::DistributeNewKey);
+        simulation.schedule_event(config.key_rotation_interval_ms / 2, ConsistencyCheckEvent::DistributeNewKey);
         Ok(simulation)
     }
 
@@ -142,9 +145,9 @@ impl ConsistencyCheck {
         let previous_table = &self.desired_state.placement_table;
         let bucket_count = previous_table.bucket_count;
         let consistent_servers = rendezvous_table(&eligible_servers, bucket_count);
-        let previous_server_of_bucket = |bucket: usize| match previous_table.consistent_servers.get(bucket) {
+        let previous_server_of_bucket = |bucket: usize| match previous_table.consistent_server_by_bucket.get(bucket) {
             Some(previous_server) if *previous_server != consistent_servers[bucket] => Some(*previous_server),
-            _ => previous_table.previous_consistent_servers.get(bucket).copied().flatten(),
+            _ => previous_table.previous_consistent_server_by_bucket.get(bucket).copied().flatten(),
         };
         let previous_consistent_servers = (0..consistent_servers.len()).map(previous_server_of_bucket).collect();
         let core_slots: Vec<ServerCore> = eligible_servers
@@ -169,10 +172,10 @@ impl ConsistencyCheck {
                 .map(|server| PlacementTableMember { server, fixed_point_load: 0 })
                 .collect(),
             core_slots,
-            consistent_servers,
-            previous_consistent_servers,
+            consistent_server_by_bucket: consistent_servers,
+            previous_consistent_server_by_bucket: previous_consistent_servers,
             down_servers: Vec::new(),
-            core_slot_ages: Vec::new(),
+            load_age_by_core_slot: Vec::new(),
         };
         self.report.table_count += 1;
     }
@@ -186,11 +189,13 @@ impl ConsistencyCheck {
         }
     }
 
-    pub(super) fn receive_table(&mut self, lb_index: usize) -> anyhow::Result<()> {
+    pub(super) fn deliver_table_to_lb(&mut self, lb_index: usize) -> anyhow::Result<()> {
         let SimulatedLoadBalancer { harness, service_slot, is_running } = &mut self.load_balancers[lb_index];
         if *is_running {
-            harness
-                .apply_change(&StateChange::InstallTable(*service_slot, self.desired_state.placement_table.clone()))?;
+            harness.apply_change(&LoadBalancerStateChange::InstallPlacementTable(
+                *service_slot,
+                self.desired_state.placement_table.clone(),
+            ))?;
         }
         Ok(())
     }
@@ -202,23 +207,32 @@ impl ConsistencyCheck {
         let mut harness = FuzzHarness::new(harness_setup, self.config.runs_bpf_program)?;
         let service_address = ServiceAddress {
             vip_and_port: ipv6::service_socket_address(self.config.service_address()),
-            protocol: Protocol::Tcp,
+            protocol: TransportProtocol::Tcp,
         };
-        let service_slot = harness
-            .apply_change(&StateChange::ReplaceServices(vec![(service_address, self.config.service_settings())]))?[0];
+        let service_slot = harness.apply_change(&LoadBalancerStateChange::ReplaceServices(vec![(
+            service_address,
+            self.config.service_settings(),
+        )]))?[0];
         for server in self.servers.iter().filter(|server| server.lifecycle != ServerLifecycle::Gone) {
-            harness.apply_change(&StateChange::SetServer(service_slot, server.id, Some(to_model_server(server))))?;
+            harness.apply_change(&LoadBalancerStateChange::SetServer(
+                service_slot,
+                server.id,
+                Some(to_model_server(server)),
+            ))?;
         }
-        harness.apply_change(&StateChange::InstallTable(service_slot, self.desired_state.placement_table.clone()))?;
-        harness.apply_change(&StateChange::SetLocalOwnerNumber(Some(table_owner_number(lb_index))))?;
+        harness.apply_change(&LoadBalancerStateChange::InstallPlacementTable(
+            service_slot,
+            self.desired_state.placement_table.clone(),
+        ))?;
+        harness.apply_change(&LoadBalancerStateChange::SetLocalOwnerNumber(Some(table_owner_number(lb_index))))?;
         Ok(SimulatedLoadBalancer { harness, service_slot, is_running: true })
     }
 
-    pub(super) fn restart_with_empty_tables(&mut self, lb_index: usize) -> anyhow::Result<()> {
+    pub(super) fn restart_load_balancer(&mut self, lb_index: usize) -> anyhow::Result<()> {
         self.load_balancers[lb_index] = self.start_load_balancer(lb_index)?;
         self.schedule_owner_updates(lb_index, MAX_UPDATE_DELAY_MS);
         for owner_index in 0..self.load_balancers.len() {
-            self.receive_owner_update(lb_index, owner_index)?;
+            self.deliver_owner_update_to_lb(lb_index, owner_index)?;
         }
         Ok(())
     }
@@ -231,7 +245,7 @@ impl ConsistencyCheck {
         }
     }
 
-    pub(super) fn receive_owner_update(&mut self, lb_index: usize, owner_index: usize) -> anyhow::Result<()> {
+    pub(super) fn deliver_owner_update_to_lb(&mut self, lb_index: usize, owner_index: usize) -> anyhow::Result<()> {
         let is_owner_running = self.load_balancers[owner_index].is_running;
         let SimulatedLoadBalancer { harness, is_running, .. } = &mut self.load_balancers[lb_index];
         if *is_running && lb_index != owner_index {
@@ -240,7 +254,7 @@ impl ConsistencyCheck {
             } else {
                 TableOwnerReachability::Lost
             };
-            harness.apply_change(&StateChange::SetOwner(table_owner_number(owner_index), owner))?;
+            harness.apply_change(&LoadBalancerStateChange::SetTableOwner(table_owner_number(owner_index), owner))?;
         }
         Ok(())
     }
@@ -249,11 +263,11 @@ impl ConsistencyCheck {
     pub(super) fn free_ended_connections(&mut self, lb_index: usize) -> anyhow::Result<()> {
         let SimulatedLoadBalancer { harness, is_running, .. } = &mut self.load_balancers[lb_index];
         if *is_running {
-            harness.apply_change(&StateChange::SetClock(ClockTicks::from_monotonic_time(Duration::from_millis(
-                self.now_ms,
-            ))))?;
-            harness.apply_change(&StateChange::SweepExpiredEntries)?;
-            let open_clients = &self.open_clients;
+            harness.apply_change(&LoadBalancerStateChange::SetClock(DecisecondTicks::from_monotonic_time(
+                Duration::from_millis(self.now_ms),
+            )))?;
+            harness.apply_change(&LoadBalancerStateChange::SweepExpiredEntries)?;
+            let open_clients = &self.clients_with_open_connections;
             let has_client_ended = |client| match client {
                 SocketAddr::V4(client) => !open_clients.contains(&(*client.ip(), client.port())),
                 SocketAddr::V6(client) => !open_clients.contains(&(ipv6::ipv4_for_ipv6(*client.ip()), client.port())),
@@ -264,10 +278,13 @@ impl ConsistencyCheck {
                 .filter(|entry| has_client_ended(entry.client))
                 .map(|entry| entry.index)
                 .collect();
-            harness.apply_change(&StateChange::FreeEntries(ended_entries))?;
+            harness.apply_change(&LoadBalancerStateChange::FreeConnectionEntries(ended_entries))?;
         }
         if self.now_ms < self.arrivals_end_ms() {
-            self.schedule_event(SWEEP_INTERVAL_MS, ConsistencyCheckEvent::FreeEndedConnections(lb_index));
+            self.schedule_event(
+                CONNECTION_TABLE_SWEEP_INTERVAL_MS,
+                ConsistencyCheckEvent::FreeEndedConnections(lb_index),
+            );
         }
         Ok(())
     }
@@ -279,12 +296,12 @@ impl ConsistencyCheck {
         }
     }
 
-    pub(super) fn receive_server_update(&mut self, lb_index: usize, server_index: usize) -> anyhow::Result<()> {
+    pub(super) fn deliver_server_update_to_lb(&mut self, lb_index: usize, server_index: usize) -> anyhow::Result<()> {
         let SimulatedLoadBalancer { harness, service_slot, is_running } = &mut self.load_balancers[lb_index];
         let server = &self.servers[server_index];
         if *is_running {
             let new_server_state = (server.lifecycle != ServerLifecycle::Gone).then(|| to_model_server(server));
-            harness.apply_change(&StateChange::SetServer(*service_slot, server.id, new_server_state))?;
+            harness.apply_change(&LoadBalancerStateChange::SetServer(*service_slot, server.id, new_server_state))?;
         }
         Ok(())
     }
@@ -295,17 +312,17 @@ impl ConsistencyCheck {
         let idle_key_index = self.desired_state.cookie_keys.current_key_index.other_index().get();
         self.desired_state.cookie_keys.keys[idle_key_index] = CookieKey::random(&mut self.rng.0);
         self.schedule_key_updates();
-        self.schedule_event(KEY_SWITCH_DELAY_MS, ConsistencyCheckEvent::SwitchKey);
+        self.schedule_event(COOKIE_KEY_SWITCH_DELAY_MS, ConsistencyCheckEvent::SwitchKey);
         Ok(())
     }
 
-    pub(super) fn switch_key(&mut self) -> anyhow::Result<()> {
+    pub(super) fn switch_cookie_key(&mut self) -> anyhow::Result<()> {
         let cookie_keys = &mut self.desired_state.cookie_keys;
         cookie_keys.current_key_index = cookie_keys.current_key_index.other_index();
         self.schedule_key_updates();
         self.report.key_switches += 1;
         if self.now_ms < self.arrivals_end_ms() {
-            self.schedule_event(self.config.key_rotation_ms, ConsistencyCheckEvent::DistributeNewKey);
+            self.schedule_event(self.config.key_rotation_interval_ms, ConsistencyCheckEvent::DistributeNewKey);
         }
         Ok(())
     }
@@ -321,10 +338,10 @@ impl ConsistencyCheck {
         }
     }
 
-    pub(super) fn receive_keys(&mut self, lb_index: usize) -> anyhow::Result<()> {
+    pub(super) fn deliver_keys_to_lb(&mut self, lb_index: usize) -> anyhow::Result<()> {
         let SimulatedLoadBalancer { harness, is_running, .. } = &mut self.load_balancers[lb_index];
         if *is_running {
-            harness.apply_change(&StateChange::SetKeys(self.desired_state.cookie_keys))?;
+            harness.apply_change(&LoadBalancerStateChange::SetCookieKeys(self.desired_state.cookie_keys))?;
         }
         Ok(())
     }
@@ -371,13 +388,13 @@ impl ConsistencyCheck {
         self.schedule_server_updates(server_index, MAX_UPDATE_DELAY_MS);
         self.rebuild_and_send_table();
         self.report.servers_drained += 1;
-        self.remove_if_drained(server_index);
+        self.remove_server_if_drained(server_index);
         true
     }
 
     /// Removes a draining server once it has no connections. It then rejects new connections that load balancers with
     /// an old table still send to it.
-    pub(super) fn remove_if_drained(&mut self, server_index: usize) {
+    pub(super) fn remove_server_if_drained(&mut self, server_index: usize) {
         if self.servers[server_index].lifecycle == ServerLifecycle::Draining
             && self.servers[server_index].connection_count == 0
         {
@@ -415,7 +432,7 @@ impl ConsistencyCheck {
         if is_change_applied {
             let server_without_mac =
                 model::ServerMapEntry { mac: None, ..to_model_server(&self.servers[server_index]) };
-            harness.apply_change(&StateChange::SetServer(
+            harness.apply_change(&LoadBalancerStateChange::SetServer(
                 *service_slot,
                 self.servers[server_index].id,
                 Some(server_without_mac),

@@ -31,12 +31,12 @@ use crate::fuzz_rng::FuzzRng;
 use crate::harness::FuzzHarness;
 use crate::ipv6;
 use client::ClientConnection;
-use controller::DesiredState;
+use controller::DesiredFleetState;
 pub use report::ConsistencyCheckReport;
 use server::SimulatedServer;
 
 /// Maximum time between two packets of a connection (ms).
-pub const MAX_IDLE_MS: u64 = 60_000;
+pub const MAX_CONNECTION_IDLE_MS: u64 = 60_000;
 
 #[derive(Debug, Clone, Copy)]
 pub struct ConsistencyCheckConfig {
@@ -47,9 +47,9 @@ pub struct ConsistencyCheckConfig {
     /// Number of changes per minute of virtual time. A change lets a server or load balancer join or leave, or alters
     /// health, addresses or tables.
     pub changes_per_minute: u32,
-    /// Interval between new cookie keys (ms). It must exceed a connection's longest idle time ([`MAX_IDLE_MS`]),
-    /// because otherwise another key would decode the connection's cookie.
-    pub key_rotation_ms: u64,
+    /// Interval between new cookie keys (ms). It must exceed a connection's longest idle time
+    /// ([`MAX_CONNECTION_IDLE_MS`]), because otherwise another key would decode the connection's cookie.
+    pub key_rotation_interval_ms: u64,
     pub load_balancer_count: usize,
     /// Consistency mode of the service: stateless or stateful.
     pub consistency: ConsistencyMode,
@@ -66,7 +66,7 @@ impl Default for ConsistencyCheckConfig {
             connection_count: 1_000_000,
             arrival_minutes: 10,
             changes_per_minute: 80,
-            key_rotation_ms: 2 * MAX_IDLE_MS,
+            key_rotation_interval_ms: 2 * MAX_CONNECTION_IDLE_MS,
             load_balancer_count: 2,
             consistency: ConsistencyMode::Stateless,
             forwarding: ForwardingMode::L2,
@@ -128,15 +128,15 @@ struct ConsistencyCheck {
     now_ms: u64,
     scheduled_events: BinaryHeap<Reverse<(u64, u64, ConsistencyCheckEvent)>>,
     scheduled_event_count: u64,
-    desired_state: DesiredState,
+    desired_state: DesiredFleetState,
     servers: Vec<SimulatedServer>,
     load_balancers: Vec<SimulatedLoadBalancer>,
     connections: Vec<Option<ClientConnection>>,
     opened_connection_count: u32,
     /// Addresses and ports of the clients with open connections.
-    open_clients: HashSet<(Ipv4Addr, u16)>,
+    clients_with_open_connections: HashSet<(Ipv4Addr, u16)>,
     /// Addresses and ports of clients whose connections have ended. Some of them are used again.
-    ended_clients: Vec<(Ipv4Addr, u16)>,
+    clients_with_ended_connections: Vec<(Ipv4Addr, u16)>,
     report: ConsistencyCheckReport,
 }
 
@@ -171,19 +171,19 @@ impl ConsistencyCheck {
             ConsistencyCheckEvent::SendPacket(connection_index) => self.send_next_packet(connection_index),
             ConsistencyCheckEvent::ChangeFleet => self.apply_random_change(),
             ConsistencyCheckEvent::LbReceivesServerUpdate(lb_index, server_index) => {
-                self.receive_server_update(lb_index, server_index)
+                self.deliver_server_update_to_lb(lb_index, server_index)
             }
-            ConsistencyCheckEvent::LbReceivesTable(lb_index) => self.receive_table(lb_index),
-            ConsistencyCheckEvent::LbReceivesKeys(lb_index) => self.receive_keys(lb_index),
+            ConsistencyCheckEvent::LbReceivesTable(lb_index) => self.deliver_table_to_lb(lb_index),
+            ConsistencyCheckEvent::LbReceivesKeys(lb_index) => self.deliver_keys_to_lb(lb_index),
             ConsistencyCheckEvent::ServerReceivesKeys(server_index) => {
                 self.servers[server_index].replace_cookie_keys(self.desired_state.cookie_keys, self.now_ms);
                 Ok(())
             }
             ConsistencyCheckEvent::DistributeNewKey => self.distribute_new_key(),
-            ConsistencyCheckEvent::SwitchKey => self.switch_key(),
-            ConsistencyCheckEvent::RestartLoadBalancer(lb_index) => self.restart_with_empty_tables(lb_index),
+            ConsistencyCheckEvent::SwitchKey => self.switch_cookie_key(),
+            ConsistencyCheckEvent::RestartLoadBalancer(lb_index) => self.restart_load_balancer(lb_index),
             ConsistencyCheckEvent::LbReceivesOwnerUpdate(lb_index, owner_index) => {
-                self.receive_owner_update(lb_index, owner_index)
+                self.deliver_owner_update_to_lb(lb_index, owner_index)
             }
             ConsistencyCheckEvent::FreeEndedConnections(lb_index) => self.free_ended_connections(lb_index),
         }

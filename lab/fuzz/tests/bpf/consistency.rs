@@ -2,7 +2,7 @@
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::consistency::{
-    ConsistencyCheckConfig, ConsistencyCheckReport, MAX_IDLE_MS, simulate_and_check_consistency,
+    ConsistencyCheckConfig, ConsistencyCheckReport, MAX_CONNECTION_IDLE_MS, simulate_and_check_consistency,
 };
 use coreward_model::consistency::ConsistencyMode;
 use coreward_model::forwarding::ForwardingMode;
@@ -71,7 +71,7 @@ fn too_frequent_key_rotation_breaks_the_guarantees() {
     let config = ConsistencyCheckConfig {
         connection_count: 60_000,
         arrival_minutes: 5,
-        key_rotation_ms: MAX_IDLE_MS / 20,
+        key_rotation_interval_ms: MAX_CONNECTION_IDLE_MS / 20,
         runs_bpf_program: false,
         ..ConsistencyCheckConfig::default()
     };

@@ -3,8 +3,8 @@
 use std::net::Ipv4Addr;
 
 use coreward_fuzz::frame::{
-    EthernetIpHeader, PROTOCOL_TCP, PROTOCOL_UDP, TcpHeader, append_udp, ones_complement_sum, sum_with_pseudo_header,
-    timestamp_option,
+    EthernetIpHeader, PROTOCOL_TCP, PROTOCOL_UDP, TcpHeader, append_udp_datagram, ones_complement_sum,
+    sum_with_pseudo_header, timestamp_option,
 };
 
 #[test]
@@ -16,7 +16,7 @@ fn checksums_of_generated_frames_are_correct() {
         protocol,
         ip_identification: 0x1234,
         fragment_flags_and_offset: 0x4000,
-        option_words: 2,
+        option_word_count: 2,
         tos_and_ttl: [0, 64],
     };
     let mut frame = Vec::new();
@@ -30,6 +30,6 @@ fn checksums_of_generated_frames_are_correct() {
     assert_eq!(ones_complement_sum(&frame[14..42], 0), 0xffff);
     assert_eq!(sum_with_pseudo_header(&frame[14..], PROTOCOL_TCP, &frame[42..]), 0xffff);
     let mut frame = Vec::new();
-    build_ip_header(PROTOCOL_UDP).append_frame(&mut frame, |frame| append_udp(frame, (40312, 53), 5));
+    build_ip_header(PROTOCOL_UDP).append_frame(&mut frame, |frame| append_udp_datagram(frame, (40312, 53), 5));
     assert_eq!(sum_with_pseudo_header(&frame[14..], PROTOCOL_UDP, &frame[42..]), 0xffff);
 }

@@ -4,17 +4,17 @@ use std::net::Ipv4Addr;
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::campaign::{FuzzCampaign, FuzzCampaignLimit};
-use coreward_fuzz::change::StateChange;
+use coreward_fuzz::change::LoadBalancerStateChange;
 use coreward_fuzz::epoch::FuzzEpoch;
 use coreward_fuzz::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
-use coreward_fuzz::harness::{FuzzHarness, FuzzHarnessSetup, OWN_MAC};
+use coreward_fuzz::harness::{FuzzHarness, FuzzHarnessSetup, LOAD_BALANCER_MAC};
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb::{FrameOutcome, ServerMapEntry};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{ServerId, ServiceAddress};
 
 /// Counters that no generated packet increments.
@@ -29,7 +29,7 @@ fn bpf_program_equals_reference_model_on_generated_packets() {
         let campaign = FuzzCampaign {
             seed,
             first_epoch_number: 0,
-            limit: FuzzCampaignLimit::PacketCount(10_000),
+            limit: FuzzCampaignLimit::MaxPacketCount(10_000),
             thread_count: 1,
         };
         let summary = campaign.run_campaign(|_| ()).unwrap();
@@ -50,7 +50,7 @@ fn fuzzer_detects_a_reference_model_with_different_keys() {
         let (mut epoch, mut established_count) = (FuzzEpoch::new(seed, true).unwrap(), 0);
         let count_established =
             |outcome: FrameOutcome| established_count += usize::from(outcome.counter == intf::LB_COUNTER_ESTABLISHED);
-        assert!(epoch.run_until_packet(2_000, count_established).unwrap().is_none());
+        assert!(epoch.run_until_packet_number(2_000, count_established).unwrap().is_none());
         (established_count > 200).then_some(epoch)
     };
     let mut epoch = (0..).find_map(epoch_with_cookies).unwrap();
@@ -59,7 +59,7 @@ fn fuzzer_detects_a_reference_model_with_different_keys() {
         .harness
         .model
         .set_cookie_keys(FleetCookieKeys { keys: [zero_key; 2], current_key_index: CookieKeyIndex::First });
-    let mismatch = epoch.run_until_packet(4_000, |_| ()).unwrap().expect("cookies are read with other keys");
+    let mismatch = epoch.run_until_packet_number(4_000, |_| ()).unwrap().expect("cookies are read with other keys");
     assert!(mismatch.processed_packet_count > 2_000 && mismatch.processed_packet_count < 2_200, "{mismatch:?}");
 }
 
@@ -69,23 +69,24 @@ fn state_comparison_finds_differences_that_no_packet_shows() {
     let service_address = (Ipv4Addr::new(10, 200, 0, 1), 80);
     let server_id = ServerId::try_from(7).unwrap();
     let keys = FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current_key_index: CookieKeyIndex::First };
-    let mut harness = FuzzHarness::new(FuzzHarnessSetup::new(OWN_MAC, keys), true).unwrap();
-    let address = ServiceAddress { vip_and_port: service_address.into(), protocol: Protocol::Tcp };
-    let service_slot =
-        harness.apply_change(&StateChange::ReplaceServices(vec![(address, ServiceSettings::default())])).unwrap()[0];
+    let mut harness = FuzzHarness::new(FuzzHarnessSetup::new(LOAD_BALANCER_MAC, keys), true).unwrap();
+    let address = ServiceAddress { vip_and_port: service_address.into(), protocol: TransportProtocol::Tcp };
+    let service_slot = harness
+        .apply_change(&LoadBalancerStateChange::ReplaceServices(vec![(address, ServiceSettings::default())]))
+        .unwrap()[0];
     let server = ServerMapEntry { mac: Some([2, 0, 0, 0, 0, 7]), is_eligible: true };
-    harness.apply_change(&StateChange::SetServer(service_slot, server_id, Some(server))).unwrap();
+    harness.apply_change(&LoadBalancerStateChange::SetServer(service_slot, server_id, Some(server))).unwrap();
     let table = PlacementTable::random(PlacementRule::RoundRobin, 1, 1, &[server_id], &mut seeded_rng(1, 0));
-    harness.apply_change(&StateChange::InstallTable(service_slot, table)).unwrap();
+    harness.apply_change(&LoadBalancerStateChange::InstallPlacementTable(service_slot, table)).unwrap();
 
     let ip_header = EthernetIpHeader {
-        destination_mac: OWN_MAC,
+        destination_mac: LOAD_BALANCER_MAC,
         source: Ipv4Addr::new(10, 1, 0, 7),
         destination: service_address.0,
         protocol: frame::PROTOCOL_TCP,
         ip_identification: 0,
         fragment_flags_and_offset: 0,
-        option_words: 0,
+        option_word_count: 0,
         tos_and_ttl: [0, 64],
     };
     let build_syn_frame = |port: u16| {
@@ -102,5 +103,5 @@ fn state_comparison_finds_differences_that_no_packet_shows() {
     assert_eq!((outcome.counter, difference.is_none()), (intf::LB_COUNTER_NEW_CONNECTION, true));
     assert!(harness.compare_state().is_none());
     harness.model.process_frame(&mut build_syn_frame(2), 5);
-    assert_eq!(harness.compare_state().unwrap().compared_subject, "the counter of round robin");
+    assert_eq!(harness.compare_state().unwrap().compared_item, "the counter of round robin");
 }

@@ -24,7 +24,7 @@ const RNG_STREAM_FLOWS: u64 = 0x6c6f_6103;
 /// Maximum time for opening a connection, after which the server counts as unreachable.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Delay before a failed connection is opened again (ns).
-const RETRY_DELAY_NS: u64 = 100_000_000;
+const RECONNECT_DELAY_NS: u64 = 100_000_000;
 
 /// Response that the protocol's parser has found in a connection's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -69,7 +69,7 @@ struct PooledConnection<R> {
     /// Bytes that wait to be sent because the socket's buffer had no room.
     unsent_bytes: Vec<u8>,
     /// Ids of the unanswered requests, with the oldest first.
-    pending_ids: VecDeque<u32>,
+    pending_request_ids: VecDeque<u32>,
     reply_reader: R,
     is_closing: bool,
 }
@@ -94,7 +94,7 @@ pub struct ConnectionPool<P: ConnectionProtocol> {
     free_connection_indices: Vec<usize>,
     waiting_requests: VecDeque<WaitingRequest>,
     /// Connections to open again, as pairs of due time (ns) and connection index, with the earliest first.
-    scheduled_retries: VecDeque<(u64, usize)>,
+    scheduled_connection_retries: VecDeque<(u64, usize)>,
     rng: Xoshiro256PlusPlus,
     receiver: TimestampedReceiver,
     event_buffer: Vec<ReadyEvent>,
@@ -112,7 +112,7 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
             connections: Vec::new(),
             free_connection_indices: Vec::new(),
             waiting_requests: VecDeque::new(),
-            scheduled_retries: VecDeque::new(),
+            scheduled_connection_retries: VecDeque::new(),
             rng: seeded_rng(seed, RNG_STREAM_FLOWS),
             receiver: TimestampedReceiver::default(),
             event_buffer: Vec::new(),
@@ -153,12 +153,12 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
             stream,
             is_open,
             unsent_bytes,
-            pending_ids: pending,
+            pending_request_ids: pending,
             reply_reader: reader,
             is_closing: false,
         });
         if is_open {
-            self.send_waiting_or_free_connection(index);
+            self.send_waiting_or_mark_free(index);
         }
         Ok(())
     }
@@ -178,12 +178,12 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
         if start_connecting().and_then(|socket| self.add_connection(index, socket, false)).is_err() {
             self.connections[index] = None;
             self.errors.refused += 1;
-            self.scheduled_retries.push_back((now_ns() + RETRY_DELAY_NS, index));
+            self.scheduled_connection_retries.push_back((now_ns() + RECONNECT_DELAY_NS, index));
         }
     }
 
     /// Sends the next waiting request on this open connection, or marks the connection as free if no request waits.
-    fn send_waiting_or_free_connection(&mut self, index: usize) {
+    fn send_waiting_or_mark_free(&mut self, index: usize) {
         if P::ALLOWS_PIPELINING {
             return;
         }
@@ -191,19 +191,19 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
         while let Some(waiting_request) = self.waiting_requests.pop_front() {
             // A request whose deadline has passed counts as lost.
             if waiting_request.deadline_ns > now_ns {
-                return self.send_on_connection(index, &waiting_request.parameters, waiting_request.request_id);
+                return self.send_request_on_connection(index, &waiting_request.parameters, waiting_request.request_id);
             }
         }
         self.free_connection_indices.push(index);
     }
 
-    fn send_on_connection(&mut self, index: usize, parameters: &RequestParameters, id: u32) {
+    fn send_request_on_connection(&mut self, index: usize, parameters: &RequestParameters, id: u32) {
         let Some(connection) = &mut self.connections[index] else {
             self.errors.not_sent += 1;
             return;
         };
         self.protocol.write_request(parameters, id, &mut connection.unsent_bytes);
-        connection.pending_ids.push_back(id);
+        connection.pending_request_ids.push_back(id);
         if connection.is_open && connection.flush().is_err() {
             self.count_and_retry_broken_connection(index);
         }
@@ -218,11 +218,11 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
         } else {
             self.errors.refused += 1;
             self.connections[index] = None;
-            self.scheduled_retries.push_back((now_ns() + RETRY_DELAY_NS, index));
+            self.scheduled_connection_retries.push_back((now_ns() + RECONNECT_DELAY_NS, index));
         }
     }
 
-    fn handle_event(&mut self, index: usize, event: ReadyEvent, answers: &mut Vec<TransportAnswer>) {
+    fn handle_connection_event(&mut self, index: usize, event: ReadyEvent, answers: &mut Vec<TransportAnswer>) {
         let Some(connection) = &mut self.connections[index] else { return };
         if event.has_flags(libc::EPOLLERR) && !matches!(connection.stream.take_error(), Ok(None)) {
             return self.count_and_retry_broken_connection(index);
@@ -233,11 +233,11 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
                 return self.count_and_retry_broken_connection(index);
             }
             if was_just_opened {
-                self.send_waiting_or_free_connection(index);
+                self.send_waiting_or_mark_free(index);
             }
         }
         if event.has_flags(libc::EPOLLIN | libc::EPOLLRDHUP | libc::EPOLLHUP) {
-            self.read_connection(index, event.has_flags(libc::EPOLLRDHUP), answers);
+            self.read_connection_replies(index, event.has_flags(libc::EPOLLRDHUP), answers);
         }
     }
 
@@ -245,7 +245,7 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
     /// close an idle connection at any time.
     fn replace_closed_connection(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
-        if connection.pending_ids.is_empty() {
+        if connection.pending_request_ids.is_empty() {
             self.reopen_connection(index);
         } else {
             self.count_and_retry_broken_connection(index);
@@ -254,7 +254,7 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
 
     /// Reads all available bytes of a connection. A read that does not fill the buffer has emptied the socket
     /// (epoll(7), question 9), unless the end of the stream follows.
-    fn read_connection(&mut self, index: usize, has_ended: bool, answers: &mut Vec<TransportAnswer>) {
+    fn read_connection_replies(&mut self, index: usize, has_ended: bool, answers: &mut Vec<TransportAnswer>) {
         loop {
             let Some(connection) = &mut self.connections[index] else { return };
             let received_bytes = match self.receiver.receive(&connection.stream, &mut self.receive_buffer) {
@@ -266,7 +266,7 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
             if bytes.is_empty() {
                 return self.replace_closed_connection(index);
             }
-            let had_pending_requests = !connection.pending_ids.is_empty();
+            let had_pending_requests = !connection.pending_request_ids.is_empty();
             let failed_response_count = &mut self.errors.failed;
             if connection
                 .match_replies_with_requests(
@@ -284,8 +284,8 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
             if connection.is_closing {
                 return self.replace_closed_connection(index);
             }
-            if had_pending_requests && connection.pending_ids.is_empty() {
-                self.send_waiting_or_free_connection(index);
+            if had_pending_requests && connection.pending_request_ids.is_empty() {
+                self.send_waiting_or_mark_free(index);
             }
             if !has_ended && received_bytes.received_byte_count < self.receive_buffer.len() {
                 return;
@@ -318,7 +318,7 @@ impl<R> PooledConnection<R> {
         answers: &mut Vec<TransportAnswer>,
         parse_replies: ParseRepliesFn<R>,
     ) -> Result<(), MalformedResponse> {
-        let (pending_ids, is_closing, mut is_in_order) = (&mut self.pending_ids, &mut self.is_closing, true);
+        let (pending_ids, is_closing, mut is_in_order) = (&mut self.pending_request_ids, &mut self.is_closing, true);
         parse_replies(&mut self.reply_reader, bytes, &mut |reply| match pending_ids.pop_front() {
             Some(id) if reply.request_id.is_none_or(|reply_id| reply_id == id) => {
                 *failed_response_count += u64::from(reply.is_failure);
@@ -340,7 +340,7 @@ impl<P: ConnectionProtocol> RequestTransport for ConnectionPool<P> {
     fn send(&mut self, parameters: &RequestParameters, id: u32, deadline_ns: u64) {
         if P::ALLOWS_PIPELINING {
             let connection_index = uniform_below(&mut self.rng, self.connections.len() as u32) as usize;
-            return self.send_on_connection(connection_index, parameters, id);
+            return self.send_request_on_connection(connection_index, parameters, id);
         }
         if self.free_connection_indices.is_empty() {
             return self.waiting_requests.push_back(WaitingRequest {
@@ -351,19 +351,21 @@ impl<P: ConnectionProtocol> RequestTransport for ConnectionPool<P> {
         }
         let free_index = uniform_below(&mut self.rng, self.free_connection_indices.len() as u32) as usize;
         let index = self.free_connection_indices.swap_remove(free_index);
-        self.send_on_connection(index, parameters, id);
+        self.send_request_on_connection(index, parameters, id);
     }
 
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<TransportAnswer>) -> io::Result<()> {
-        let next_retry_ns = self.scheduled_retries.front().map_or(u64::MAX, |(at_ns, _)| *at_ns);
+        let next_retry_ns = self.scheduled_connection_retries.front().map_or(u64::MAX, |(at_ns, _)| *at_ns);
         let mut ready_events = std::mem::take(&mut self.event_buffer);
         ready_events.extend(self.epoll.wait(Some(until_ns.min(next_retry_ns)))?);
         for event in ready_events.drain(..) {
-            self.handle_event(event.token as usize, event, answers);
+            self.handle_connection_event(event.token as usize, event, answers);
         }
         self.event_buffer = ready_events;
-        while let Some((_, index)) = self.scheduled_retries.front().copied().filter(|(at_ns, _)| *at_ns <= now_ns()) {
-            self.scheduled_retries.pop_front();
+        while let Some((_, index)) =
+            self.scheduled_connection_retries.front().copied().filter(|(at_ns, _)| *at_ns <= now_ns())
+        {
+            self.scheduled_connection_retries.pop_front();
             self.reopen_connection(index);
         }
         Ok(())

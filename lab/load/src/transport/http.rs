@@ -3,8 +3,8 @@
 use super::connections::{ConnectionProtocol, ConnectionReply, MalformedResponse};
 use crate::workload::RequestParameters;
 
-const MAX_HEADER_FIELDS: usize = 64;
-const MAX_HEAD_BYTES: usize = 65_536;
+const MAX_RESPONSE_HEADER_FIELDS: usize = 64;
+const MAX_RESPONSE_HEAD_BYTES: usize = 65_536;
 
 /// Protocol of an HTTP client that requests the same path again and again.
 #[derive(Debug, Clone)]
@@ -62,7 +62,7 @@ impl ExpectedResponsePart {
     fn parse(self, bytes: &[u8], reply: &mut ConnectionReply) -> Result<Option<(usize, Self)>, MalformedResponse> {
         match self {
             Self::Head => {
-                let Some((head_bytes, next_part, parsed_reply)) = parse_head(bytes)? else { return Ok(None) };
+                let Some((head_bytes, next_part, parsed_reply)) = parse_response_head(bytes)? else { return Ok(None) };
                 *reply = parsed_reply;
                 Ok(Some((head_bytes, next_part)))
             }
@@ -120,11 +120,13 @@ impl HttpReplyReader {
 
 /// Returns the length of a response's head, the part that follows it, and the reply. Returns `None` when the head is
 /// incomplete.
-fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ExpectedResponsePart, ConnectionReply)>, MalformedResponse> {
-    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADER_FIELDS];
+fn parse_response_head(
+    bytes: &[u8],
+) -> Result<Option<(usize, ExpectedResponsePart, ConnectionReply)>, MalformedResponse> {
+    let mut headers = [httparse::EMPTY_HEADER; MAX_RESPONSE_HEADER_FIELDS];
     let mut response = httparse::Response::new(&mut headers);
     let httparse::Status::Complete(head_bytes) = response.parse(bytes).map_err(|_| MalformedResponse)? else {
-        return if bytes.len() > MAX_HEAD_BYTES { Err(MalformedResponse) } else { Ok(None) };
+        return if bytes.len() > MAX_RESPONSE_HEAD_BYTES { Err(MalformedResponse) } else { Ok(None) };
     };
     let find_field_value = |name: &str| {
         let matching_header = response.headers.iter().find(|header| header.name.eq_ignore_ascii_case(name));

@@ -18,7 +18,7 @@ use crate::request_type::RequestType;
 use crate::workload::RequestParameters;
 
 /// Size of each socket's receive buffer (bytes), which holds responses that the generator has not read yet.
-const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
+const SOCKET_RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 const RNG_STREAM_KEYS: u64 = 0x6c6f_6101;
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6102;
 
@@ -69,7 +69,7 @@ impl UdpTransport {
             socket.connect(target).with_context(|| format!("no way from {source} to {target}"))?;
             socket.set_nonblocking(true)?;
             // The kernel limits the buffer's size to net.core.rmem_max.
-            socket2::SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER_BYTES)?;
+            socket2::SockRef::from(&socket).set_recv_buffer_size(SOCKET_RECEIVE_BUFFER_BYTES)?;
             TimestampedReceiver::enable_timestamps(&socket)?;
             epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
             sockets.push(socket);
@@ -130,7 +130,7 @@ impl UdpTransport {
                 })
             }
             DatagramProtocol::Dns(_) => {
-                let (low_id_bits, is_success) = dns::parse_response(datagram)?;
+                let (low_id_bits, is_success) = dns::parse_response_id_and_success(datagram)?;
                 self.errors.failed += u64::from(!is_success);
                 // A DNS id has only 16 bits, so the answer belongs to the newest request whose id has the same low 16
                 // bits.

@@ -106,14 +106,14 @@ pub struct ClaimVerdict {
 #[derive(Clone, Copy)]
 enum CellValueSelector {
     Median,
-    Seed(usize),
+    SeedWithIndex(usize),
 }
 
 impl CellValueSelector {
     fn select_cell_value(self, cell: &CurveCell) -> Option<f64> {
         match self {
             Self::Median => Some(cell.spread.median),
-            Self::Seed(seed) => cell.seeds.get(seed).copied(),
+            Self::SeedWithIndex(seed) => cell.seeds.get(seed).copied(),
         }
     }
 }
@@ -122,7 +122,7 @@ impl Assertion {
     pub fn evaluate(&self, table: &FigureTable) -> ClaimVerdict {
         let median_values = self.checked_values(table, CellValueSelector::Median).filter(|values| !values.is_empty());
         let seed_values = (0..table.seeds as usize)
-            .filter_map(|seed| self.checked_values(table, CellValueSelector::Seed(seed)))
+            .filter_map(|seed| self.checked_values(table, CellValueSelector::SeedWithIndex(seed)))
             .flatten();
         let (lower_bound, upper_bound) = self.allowed_value_range();
         let holds = median_values

@@ -13,7 +13,7 @@ use super::library;
 use super::live::LiveFigure;
 use super::result::{FigureProvenance, FigureResult};
 use super::scenario::FigureScenario;
-use crate::output::{ResultFormat, format_csv};
+use crate::output::{SimulationResultFormat, format_csv};
 use output::FigureOutputDirectory;
 use overrides::LiveFigureOverrides;
 use session::FigureSession;
@@ -38,8 +38,8 @@ pub struct FigureArgs {
     #[arg(long, value_name = "DIR", required_if_eq("all", "true"))]
     out: Option<PathBuf>,
     /// Format of each figure on standard output, without --out
-    #[arg(long, value_enum, default_value_t = ResultFormat::Text, conflicts_with = "out")]
-    format: ResultFormat,
+    #[arg(long, value_enum, default_value_t = SimulationResultFormat::Text, conflicts_with = "out")]
+    format: SimulationResultFormat,
     #[command(flatten)]
     overrides: LiveFigureOverrides,
 }
@@ -127,7 +127,7 @@ fn find_duplicate_name(figures: &[RequestedFigure]) -> Option<&str> {
     names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)).map(|(_, name)| *name)
 }
 
-fn list_figures(format: ResultFormat, live_figures: &[LiveFigure]) -> anyhow::Result<()> {
+fn list_figures(format: SimulationResultFormat, live_figures: &[LiveFigure]) -> anyhow::Result<()> {
     let mut rows = Vec::new();
     for figure in library::simulated_and_live_figures(live_figures) {
         let scenario = figure.parse_scenario()?;
@@ -136,13 +136,13 @@ fn list_figures(format: ResultFormat, live_figures: &[LiveFigure]) -> anyhow::Re
     }
     let list_columns = ["name", "paper", "figure", "title", "made"];
     match format {
-        ResultFormat::Csv => print_to_stdout(&format_csv(&list_columns, &rows)),
-        ResultFormat::Json => {
+        SimulationResultFormat::Csv => print_to_stdout(&format_csv(&list_columns, &rows)),
+        SimulationResultFormat::Json => {
             let row_to_object = |row: &Vec<String>| list_columns.iter().copied().zip(row.clone()).collect();
             let row_objects: Vec<std::collections::BTreeMap<&str, String>> = rows.iter().map(row_to_object).collect();
             print_to_stdout(&(serde_json::to_string_pretty(&row_objects)? + "\n"))
         }
-        ResultFormat::Text => {
+        SimulationResultFormat::Text => {
             let name_width = rows.iter().map(|row| row[0].len()).max().unwrap_or(0);
             let format_figure_row = |row: &Vec<String>| {
                 let origin_suffix = if row[4] == "simulated" { String::new() } else { format!(" [{}]", row[4]) };
@@ -158,11 +158,13 @@ fn format_claims(result: &FigureResult, scenario: &FigureScenario) -> String {
     format!("{}: {}\n{claim_lines}", result.name, scenario.title)
 }
 
-fn render_result(result: &FigureResult, scenario: &FigureScenario, format: ResultFormat) -> String {
+fn render_result(result: &FigureResult, scenario: &FigureScenario, format: SimulationResultFormat) -> String {
     match format {
-        ResultFormat::Csv => result.table.to_csv(),
-        ResultFormat::Json => serde_json::to_string_pretty(result).expect("results have string keys only") + "\n",
-        ResultFormat::Text => {
+        SimulationResultFormat::Csv => result.table.to_csv(),
+        SimulationResultFormat::Json => {
+            serde_json::to_string_pretty(result).expect("results have string keys only") + "\n"
+        }
+        SimulationResultFormat::Text => {
             let mut table = comfy_table::Table::new();
             table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
             table.set_header(super::table::FIGURE_CSV_COLUMNS);

@@ -1,6 +1,6 @@
 //! Scenario files that are embedded in the executable.
 
-use coreward_config::Diagnostic;
+use coreward_config::ConfigDiagnostic;
 
 use super::result::FigureProvenance;
 use super::scenario::FigureScenario;
@@ -15,7 +15,7 @@ pub struct EmbeddedScenario {
 
 impl EmbeddedScenario {
     /// Parses the scenario. An error names the invalid value with its line and column.
-    pub fn parse_scenario(&self) -> Result<FigureScenario, Diagnostic> {
+    pub fn parse_scenario(&self) -> Result<FigureScenario, ConfigDiagnostic> {
         FigureScenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.toml_text)
     }
 

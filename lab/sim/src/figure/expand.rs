@@ -9,7 +9,7 @@ use super::scenario::{FigurePanel, FigureScenario, FigureSeries};
 
 /// All runs that a scenario needs, and the places in the figure where their values appear.
 #[derive(Debug)]
-pub struct RunPlan {
+pub struct FigureRunPlan {
     /// Distinct runs. Points that need equal runs share one, so that it is simulated only once.
     pub jobs: Vec<SimulationJob>,
     /// Places of all values in the figure, ordered by panel, then series, then x, then seed.
@@ -25,7 +25,7 @@ pub struct PlotPoint {
     pub x: f64,
     /// Seed from which the value is computed, counted from 1.
     pub seed: u64,
-    /// Index of the run in [`RunPlan::jobs`].
+    /// Index of the run in [`FigureRunPlan::jobs`].
     pub job_index: usize,
     pub query: OutcomeValueQuery,
     /// Whether the run yields a curve over time instead of one value.
@@ -34,7 +34,7 @@ pub struct PlotPoint {
 
 /// Error for invalid parameters of a scenario, with the panel and series in which they were found.
 #[derive(Debug, PartialEq)]
-pub struct RunPlanError {
+pub struct FigureRunPlanError {
     pub panel_index: usize,
     pub series_index: usize,
     pub cause: ScenarioParameterError,
@@ -42,18 +42,18 @@ pub struct RunPlanError {
 
 impl FigureScenario {
     /// Returns the runs that the scenario needs. Fails at the first panel and series with invalid parameters.
-    pub fn plan_runs(&self) -> Result<RunPlan, RunPlanError> {
-        let mut plan = RunPlan { jobs: Vec::new(), plot_points: Vec::new() };
+    pub fn plan_runs(&self) -> Result<FigureRunPlan, FigureRunPlanError> {
+        let mut plan = FigureRunPlan { jobs: Vec::new(), plot_points: Vec::new() };
         // Configurations contain floating-point numbers, which cannot be hashed. Their text is therefore the key.
         let mut job_index_by_text: HashMap<String, usize> = HashMap::new();
         for (panel_index, panel) in self.panel.iter().enumerate() {
             for series in self.panel_series(panel) {
                 let series_index = self.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
-                let run_plan_error = |cause| RunPlanError { panel_index, series_index, cause };
+                let run_plan_error = |cause| FigureRunPlanError { panel_index, series_index, cause };
                 for (x, swept_parameter) in swept_points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
                         let Some((job, query)) =
-                            self.build_job(panel, series, swept_parameter, seed).map_err(run_plan_error)?
+                            self.build_simulation_job(panel, series, swept_parameter, seed).map_err(run_plan_error)?
                         else {
                             continue;
                         };
@@ -72,7 +72,7 @@ impl FigureScenario {
         Ok(plan)
     }
 
-    fn build_job(
+    fn build_simulation_job(
         &self,
         panel: &FigurePanel,
         series: &FigureSeries,
@@ -92,16 +92,16 @@ impl FigureScenario {
             };
         }
         if let Some(rpc) = parameters!(rpc) {
-            return rpc?.build_job(metric, seed);
+            return rpc?.build_simulation_job(metric, seed);
         }
         if let Some(lb) = parameters!(lb) {
-            return lb?.build_job(metric, seed, *self.seeds.get_ref(), &self.lb_policies());
+            return lb?.build_simulation_job(metric, seed, *self.seeds.get_ref(), &self.lb_policies());
         }
         if let Some(pcc) = parameters!(pcc) {
-            return pcc?.build_job(metric, seed, *self.seeds.get_ref());
+            return pcc?.build_simulation_job(metric, seed, *self.seeds.get_ref());
         }
         if let Some(path) = parameters!(path) {
-            return path?.build_job(metric, seed);
+            return path?.build_simulation_job(metric, seed);
         }
         Ok(None)
     }

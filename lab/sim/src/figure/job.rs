@@ -10,7 +10,7 @@ pub enum SimulationJob {
     /// Simulation of requests at the cores of one server.
     Rpc(rpc::RpcSimulationConfig),
     /// Search for the highest load at which one server meets its latency objective (SLO).
-    Peak(rpc::PeakLoadSearchConfig),
+    PeakLoadSearch(rpc::PeakLoadSearchConfig),
     /// Replay of a trace's packets through the load balancer to servers and cores.
     Lb(lb::LbSimulationConfig),
     /// Simulation of connections while the server pool changes.
@@ -40,10 +40,10 @@ impl OutcomeValueQuery {
 }
 
 #[derive(Debug, Clone)]
-pub enum JobOutcome {
+pub enum SimulationJobOutcome {
     Rpc(rpc::RpcSimulationOutcome),
-    /// Outcome of [`SimulationJob::Peak`], followed by the cores' throughput at full load (requests per short service
-    /// time).
+    /// Outcome of [`SimulationJob::PeakLoadSearch`], followed by the cores' throughput at full load (requests per short
+    /// service time).
     PeakWithFullLoadThroughput(rpc::PeakLoadEstimate, f64),
     /// Outcome of [`SimulationJob::Lb`], followed by the seeds that the run simulated.
     LbWithSeeds(lb::LbSimulationOutcome, Vec<u64>),
@@ -52,21 +52,21 @@ pub enum JobOutcome {
 }
 
 impl SimulationJob {
-    pub fn run(&self) -> anyhow::Result<JobOutcome> {
+    pub fn run(&self) -> anyhow::Result<SimulationJobOutcome> {
         Ok(match self {
-            Self::Rpc(config) => JobOutcome::Rpc(rpc::run(config)?),
-            Self::Peak(config) => JobOutcome::PeakWithFullLoadThroughput(
+            Self::Rpc(config) => SimulationJobOutcome::Rpc(rpc::run(config)?),
+            Self::PeakLoadSearch(config) => SimulationJobOutcome::PeakWithFullLoadThroughput(
                 rpc::find_peak_load(config)?,
-                throughput_at_load(&config.config, 1.0),
+                throughput_at_load(&config.simulation_config, 1.0),
             ),
-            Self::Lb(config) => JobOutcome::LbWithSeeds(lb::run(config)?, config.seeds.clone()),
-            Self::Pcc(config) => JobOutcome::Pcc(pcc::run(config)?),
-            Self::Path(config) => JobOutcome::Path(path::run(config)?),
+            Self::Lb(config) => SimulationJobOutcome::LbWithSeeds(lb::run(config)?, config.seeds.clone()),
+            Self::Pcc(config) => SimulationJobOutcome::Pcc(pcc::run(config)?),
+            Self::Path(config) => SimulationJobOutcome::Path(path::run(config)?),
         })
     }
 }
 
-impl JobOutcome {
+impl SimulationJobOutcome {
     /// Returns the queried value, or `None` if the run did not yield it, for instance if a class has no requests.
     pub fn select_value(&self, query: &OutcomeValueQuery) -> Option<f64> {
         match self {
@@ -85,7 +85,7 @@ impl JobOutcome {
                 let seed_result = find_seed_result(outcome, query.seed)?;
                 match query.metric {
                     FigureMetric::BrokenPct => Some(seed_result.broken_connection_pct()),
-                    FigureMetric::ImbalancePct => Some((seed_result.mean_imbalance - 1.0) * 100.0),
+                    FigureMetric::ImbalancePct => Some((seed_result.mean_connection_imbalance - 1.0) * 100.0),
                     _ => None,
                 }
             }
@@ -107,12 +107,12 @@ impl JobOutcome {
     pub fn time_series(&self, query: &OutcomeValueQuery) -> Option<Vec<(f64, f64)>> {
         match self {
             Self::Rpc(outcome) if query.metric == FigureMetric::P99 => {
-                Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())
+                Some(outcome.window_latencies.iter().map(|window| (window.from, window.quantiles.p99)).collect())
             }
             Self::Pcc(outcome) => {
                 let value_from_counts: fn(&pcc::PerSecondCounts) -> f64 = match query.metric {
                     FigureMetric::BrokenPct => pcc::PerSecondCounts::broken_connection_pct,
-                    FigureMetric::PoolServers => |second| second.pool_servers as f64,
+                    FigureMetric::PoolServers => |second| second.pool_server_count as f64,
                     FigureMetric::CompletedPerSecond => |second| second.completed_connections as f64,
                     _ => return None,
                 };
@@ -148,12 +148,12 @@ fn select_lb_value(outcome: &lb::LbSimulationOutcome, seeds: &[u64], query: &Out
 
 fn select_rpc_value(outcome: &rpc::RpcSimulationOutcome, metric: FigureMetric) -> Option<f64> {
     match metric {
-        FigureMetric::P99 => Some(outcome.all.p99),
-        FigureMetric::Mean => Some(outcome.all.mean),
-        FigureMetric::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),
-        FigureMetric::LongP99 => Some(outcome.classes.last()?.quantiles.p99),
+        FigureMetric::P99 => Some(outcome.overall_latency.p99),
+        FigureMetric::Mean => Some(outcome.overall_latency.mean),
+        FigureMetric::ShortP99 => Some(outcome.class_latencies.first()?.quantiles.p99),
+        FigureMetric::LongP99 => Some(outcome.class_latencies.last()?.quantiles.p99),
         // All classes have the same percentage, because figures have no queue limit and so no request is dropped.
-        FigureMetric::LongAnsweredPct => Some(100.0 - outcome.dropped_pct),
+        FigureMetric::LongAnsweredPct => Some(100.0 - outcome.dropped_request_pct),
         _ => None,
     }
 }

@@ -29,9 +29,12 @@ pub fn find_figure(name: &str, figures: &[EmbeddedScenario]) -> Result<EmbeddedS
 
 /// Returns a sort key that orders figures by paper and then by figure number, so that 2b precedes 11.
 fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
-    const PAPER_ORDER: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
+    const PAPERS_IN_DISPLAY_ORDER: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
-    let paper_index = PAPER_ORDER.iter().position(|known_paper| *known_paper == paper).unwrap_or(PAPER_ORDER.len());
+    let paper_index = PAPERS_IN_DISPLAY_ORDER
+        .iter()
+        .position(|known_paper| *known_paper == paper)
+        .unwrap_or(PAPERS_IN_DISPLAY_ORDER.len());
     let digit_count = figure.bytes().take_while(u8::is_ascii_digit).count();
     // Tables and sensitivity analyses have no number, so they follow the figures.
     let figure_number = figure[..digit_count].parse().unwrap_or(u64::MAX);

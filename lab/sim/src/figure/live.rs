@@ -20,7 +20,7 @@ use std::collections::HashMap;
 use anyhow::Context as _;
 
 use super::embedded::EmbeddedScenario;
-use super::run::{self, SeedValue, build_value_table};
+use super::run::{self, SeedValue, build_table_from_values};
 use super::scenario::{FigurePanel, FigureScenario};
 use super::table::FigureTable;
 
@@ -63,7 +63,8 @@ impl LiveFigure {
         scenario: &FigureScenario,
         report_progress: ProgressCallback<'_>,
     ) -> anyhow::Result<FigureTable> {
-        let measured_scenario = FigureScenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
+        let measured_scenario =
+            FigureScenario { live: scenario.live.clone(), ..scenario.filter_series_by_simulated(false) };
         let samples = match measured_scenario.series[..] {
             [] => Vec::new(),
             _ => (self.measure)(&measured_scenario, report_progress).with_context(|| self.embedded_scenario.name)?,
@@ -82,8 +83,8 @@ impl LiveFigure {
                 y: sample.y,
             });
         }
-        let mut table = build_value_table(scenario, values_by_curve);
-        let simulated_scenario = scenario.filter_simulated(true);
+        let mut table = build_table_from_values(scenario, values_by_curve);
+        let simulated_scenario = scenario.filter_series_by_simulated(true);
         if !simulated_scenario.series.is_empty() {
             insert_simulated_curves(&mut table, run::simulate_scenario(&simulated_scenario, &|_, _| {})?);
         }

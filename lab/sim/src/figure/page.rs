@@ -5,7 +5,7 @@ use super::result::FigureResult;
 use super::scenario::FigureScenario;
 use super::table::FIGURE_CSV_COLUMNS;
 
-const PAGE_CSS: &str = "
+const FIGURE_PAGE_CSS: &str = "
 body \
 { font-family: sans-serif; color: #282828; background: #fff; max-width: 1080px; \
   margin: 2em auto; padding: 0 1em; line-height: 1.45; }
@@ -31,11 +31,11 @@ pub fn render_page(figures: &[(FigureResult, FigureScenario)]) -> String {
     });
     let contents_rows: String =
         figures.iter().map(|(result, scenario)| render_contents_row(result, scenario)).collect();
-    let sections: String = figures.iter().map(|(result, scenario)| render_section(result, scenario)).collect();
+    let sections: String = figures.iter().map(|(result, scenario)| render_figure_section(result, scenario)).collect();
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
-         <style>{PAGE_CSS}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
+         <style>{FIGURE_PAGE_CSS}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
          <p>{holding_count} of {claim_count} statements hold here. {made} Published values are drawn in where the \
          paper or its artifact gives numbers. Each statement is judged by a number of the table below it; one that \
          does not hold is marked.</p>\n\
@@ -90,7 +90,7 @@ fn render_claims(result: &FigureResult) -> String {
     if claim_items.is_empty() { String::new() } else { format!("<ul class=\"claims\">\n{claim_items}</ul>\n") }
 }
 
-fn render_section(result: &FigureResult, scenario: &FigureScenario) -> String {
+fn render_figure_section(result: &FigureResult, scenario: &FigureScenario) -> String {
     format!(
         "<section id=\"{name}\">\n<h2>{name}: {title}</h2>\n<p class=\"small\">{paper}, {figure}</p>\n\
          <blockquote>{statement}</blockquote>\n{svg}\n{claims}<p><b>What is {done}.</b> \

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use anyhow::Context;
 use rayon::prelude::*;
 
-use super::expand::{PlotPoint, RunPlan};
-use super::job::JobOutcome;
+use super::expand::{FigureRunPlan, PlotPoint};
+use super::job::SimulationJobOutcome;
 use super::scenario::FigureScenario;
 use super::table::{CurveCell, FigureCurve, FigureTable, PanelTable};
 use crate::seed_summary::SeedSummary;
@@ -23,7 +23,7 @@ pub fn simulate_scenario(
     let job_count = plan.jobs.len();
     let finished_count = std::sync::atomic::AtomicUsize::new(0);
     report_progress(0, job_count);
-    let outcomes: anyhow::Result<Vec<JobOutcome>> = plan
+    let outcomes: anyhow::Result<Vec<SimulationJobOutcome>> = plan
         .jobs
         .par_iter()
         .with_max_len(1)
@@ -37,14 +37,14 @@ pub fn simulate_scenario(
     Ok(build_table(scenario, &plan, &outcomes))
 }
 
-fn build_table(scenario: &FigureScenario, plan: &RunPlan, outcomes: &[JobOutcome]) -> FigureTable {
+fn build_table(scenario: &FigureScenario, plan: &FigureRunPlan, outcomes: &[SimulationJobOutcome]) -> FigureTable {
     let mut values_by_curve: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
     for plot_point in &plan.plot_points {
         let x_scale = scenario.panel[plot_point.panel_index].x.as_ref().map_or(1.0, |sweep| sweep.scale);
         let values_of_curve = values_by_curve.entry((plot_point.panel_index, plot_point.series_index)).or_default();
         values_of_curve.extend(values_of_plot_point(plot_point, x_scale, &outcomes[plot_point.job_index]));
     }
-    build_value_table(scenario, values_by_curve)
+    build_table_from_values(scenario, values_by_curve)
 }
 
 /// Value that one seed or run yields at one x of a curve.
@@ -59,7 +59,7 @@ pub struct SeedValue {
 }
 
 /// Builds the figure's table from `values_by_curve`, whose keys are the indices of panel and series.
-pub fn build_value_table(
+pub fn build_table_from_values(
     scenario: &FigureScenario,
     mut values_by_curve: HashMap<(usize, usize), Vec<SeedValue>>,
 ) -> FigureTable {
@@ -77,7 +77,7 @@ pub fn build_value_table(
     FigureTable { seeds: seed_count, panels: panels.collect() }
 }
 
-fn values_of_plot_point(plot_point: &PlotPoint, x_scale: f64, outcome: &JobOutcome) -> Vec<SeedValue> {
+fn values_of_plot_point(plot_point: &PlotPoint, x_scale: f64, outcome: &SimulationJobOutcome) -> Vec<SeedValue> {
     let PlotPoint { x, seed, is_time_series, .. } = *plot_point;
     if is_time_series {
         let points = outcome.time_series(&plot_point.query).unwrap_or_default();

@@ -224,7 +224,7 @@ impl FigureScenario {
     /// Returns the scenario with only its simulated series or only its measured series, and without published values
     /// and claims.
     #[must_use]
-    pub fn filter_simulated(&self, is_simulated: bool) -> Self {
+    pub fn filter_series_by_simulated(&self, is_simulated: bool) -> Self {
         let series = self.series.iter().filter(|series| series.simulated == is_simulated);
         let panel = self.panel.iter().filter_map(|panel| {
             let panel_series = self.panel_series(panel).filter(|series| series.simulated == is_simulated);

@@ -1,17 +1,17 @@
 //! The arguments of `coreward-lab sim lb`.
 
-use coreward_model::fleet::IndirectionTableDraw;
+use coreward_model::fleet::IndirectionTableFillRule;
 use coreward_model::load::{SmoothingWeight, SmoothingWeightOutOfRange};
 use coreward_model::placement::{BucketCount, BucketCountError};
 
 use super::{LbSimulationConfig, run};
-use crate::output::{PrintableResult as _, ResultFormat};
+use crate::output::{PrintableResult as _, SimulationResultFormat};
 use crate::trace::TraceSource;
 use crate::trace::capture::CaptureReadOptions;
 
 /// Arguments of `coreward-lab sim lb`.
 #[derive(Debug, clap::Args)]
-pub struct LbArgs {
+pub struct LbSimulationArgs {
     /// Traffic: a capture (pcap, pcapng; also .gz, .xz, .zst), an arrival log of `coreward-lab demo`, or a generator:
     /// campus[:seed=1,flows=3000,seconds=10,history=300] or burst[:seed=1,connections=1000,seconds=5]
     #[arg(long, default_value = "campus")]
@@ -47,8 +47,8 @@ pub struct LbArgs {
     #[arg(long, value_name = "PPS")]
     core_capacity: Option<f64>,
     /// Distribution of cores over the servers' indirection tables; CrossRSS's paper uses `independent`
-    #[arg(long, value_enum, default_value_t = IndirectionTableAssignment::Balanced)]
-    indirection_tables: IndirectionTableAssignment,
+    #[arg(long, value_enum, default_value_t = IndirectionTableFillArg::Balanced)]
+    indirection_tables: IndirectionTableFillArg,
     /// Length of the windows for the variances between servers and between cores (ms)
     #[arg(long, default_value_t = 1_000)]
     window_ms: u32,
@@ -59,18 +59,18 @@ pub struct LbArgs {
     #[arg(long, value_name = "N")]
     racks: Option<u16>,
     /// Maximum number of candidate cores that a rack sends per bucket (1 to 8); 8 gives the same tables as no racks
-    #[arg(long, value_name = "K", default_value_t = LbSimulationConfig::default().rack_candidates)]
+    #[arg(long, value_name = "K", default_value_t = LbSimulationConfig::default().rack_candidates_per_bucket)]
     rack_candidates: u8,
     /// Delay from the reports until the load balancer uses the table made from them (ms)
     #[arg(long, value_name = "MS", default_value_t = 0)]
     table_delay_ms: u32,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
-    format: ResultFormat,
+    #[arg(long, value_enum, default_value_t = SimulationResultFormat::Text)]
+    format: SimulationResultFormat,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum IndirectionTableAssignment {
+enum IndirectionTableFillArg {
     /// Every core has the same number of entries
     Balanced,
     /// Every entry is drawn independently
@@ -109,29 +109,29 @@ impl std::str::FromStr for SeedRange {
     }
 }
 
-impl LbArgs {
+impl LbSimulationArgs {
     /// Runs the simulation and returns its result as text. An error names the invalid value and its position.
     pub fn run(self) -> anyhow::Result<String> {
         let config = LbSimulationConfig {
             trace: self.trace,
-            servers: self.servers,
+            server_count: self.servers,
             cores_per_server: self.cores,
             bucket_count: self.buckets,
             report_interval_ms: self.report_ms,
             smoothing_weight: self.alpha,
             policies: self.policy,
             seeds: self.seeds.0,
-            read_options: CaptureReadOptions { idle_timeout_ns: self.idle_timeout * 1_000_000_000 },
+            read_options: CaptureReadOptions { flow_idle_timeout_ns: self.idle_timeout * 1_000_000_000 },
             trace_copy_count: self.overlay,
             core_capacity_pps: self.core_capacity,
-            indirection_table_draw: match self.indirection_tables {
-                IndirectionTableAssignment::Balanced => IndirectionTableDraw::Balanced,
-                IndirectionTableAssignment::Independent => IndirectionTableDraw::Independent,
+            indirection_table_fill_rule: match self.indirection_tables {
+                IndirectionTableFillArg::Balanced => IndirectionTableFillRule::Balanced,
+                IndirectionTableFillArg::Independent => IndirectionTableFillRule::Independent,
             },
             window_ms: self.window_ms,
             replay_speed: self.replay_speed,
             rack_controller_count: self.racks,
-            rack_candidates: self.rack_candidates,
+            rack_candidates_per_bucket: self.rack_candidates,
             table_delay_ms: self.table_delay_ms,
         };
         Ok(run(&config)?.render(self.format))

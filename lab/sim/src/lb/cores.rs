@@ -1,13 +1,13 @@
 //! Cores that receive packets, which they either serve at once or queue up to a limit.
 
 /// Maximum number of packets that wait while a core serves one, as in CrossRSS's FastClick queues (CoNEXT'20).
-pub const MAX_QUEUED_PACKETS: u32 = 128;
+pub const MAX_QUEUED_PACKETS_PER_CORE: u32 = 128;
 
 /// Allowed rounding error of a core's backlog, as a fraction of one packet's service time.
 const PACKET_ROUNDING_TOLERANCE: f64 = 1e-6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum CoreCapacity {
+pub enum CorePacketCapacity {
     /// The core serves every packet at once, and each packet adds `packet_cost_ns` to its busy time.
     Unlimited {
         /// Busy time that a packet adds (ns).
@@ -32,16 +32,16 @@ pub struct SimulatedCores {
     arrived_packet_counts: Vec<u64>,
     dropped_packet_counts: Vec<u64>,
     /// Time at which each core will have served all packets that it has accepted so far (ns).
-    idle_from_ns: Vec<f64>,
+    idle_from_ns_by_core: Vec<f64>,
     /// Number of bytes in all packets that the cores have accepted.
     accepted_bytes: u64,
 }
 
 impl SimulatedCores {
-    pub fn new(cores: usize, capacity: CoreCapacity) -> Self {
+    pub fn new(cores: usize, capacity: CorePacketCapacity) -> Self {
         let (packet_cost_ns, has_limited_capacity, queue_limit) = match capacity {
-            CoreCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false, None),
-            CoreCapacity::Limited { packet_cost_ns: cost_ns, queue_limit } => (cost_ns, true, queue_limit),
+            CorePacketCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false, None),
+            CorePacketCapacity::Limited { packet_cost_ns: cost_ns, queue_limit } => (cost_ns, true, queue_limit),
         };
         let max_wait_ns = queue_limit
             .map_or(f64::INFINITY, |queue_limit| (f64::from(queue_limit) + PACKET_ROUNDING_TOLERANCE) * packet_cost_ns);
@@ -51,7 +51,7 @@ impl SimulatedCores {
             max_wait_ns,
             arrived_packet_counts: vec![0; cores],
             dropped_packet_counts: vec![0; cores],
-            idle_from_ns: vec![0.0; cores],
+            idle_from_ns_by_core: vec![0.0; cores],
             accepted_bytes: 0,
         }
     }
@@ -68,7 +68,7 @@ impl SimulatedCores {
 
     /// Queues a packet at a core. Returns `false` if the core drops it because the queue is full.
     fn try_enqueue(&mut self, core: usize, time_ns: u64) -> bool {
-        let (arrival_ns, free_ns) = (time_ns as f64, &mut self.idle_from_ns[core]);
+        let (arrival_ns, free_ns) = (time_ns as f64, &mut self.idle_from_ns_by_core[core]);
         // All packets take the same time, so the remaining work gives their number. The one in service does not wait.
         if *free_ns - arrival_ns > self.max_wait_ns {
             self.dropped_packet_counts[core] += 1;
@@ -95,7 +95,7 @@ impl SimulatedCores {
 
     /// Returns the total service time of the packets that the core has accepted but not yet served (ns).
     fn core_backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
-        if self.has_limited_capacity { (self.idle_from_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
+        if self.has_limited_capacity { (self.idle_from_ns_by_core[core] - time_ns as f64).max(0.0) } else { 0.0 }
     }
 
     /// Returns the number of packets that each core has served by `time_ns`.
@@ -136,7 +136,8 @@ mod tests {
     #[test]
     fn queue_length_in_time_matches_a_packet_queue() {
         let mut rng = seeded_rng(3, 77);
-        let mut cores = SimulatedCores::new(1, CoreCapacity::Limited { packet_cost_ns: 50.0, queue_limit: Some(4) });
+        let mut cores =
+            SimulatedCores::new(1, CorePacketCapacity::Limited { packet_cost_ns: 50.0, queue_limit: Some(4) });
         let mut reference = ReferenceCoreQueue {
             departure_times_ns: VecDeque::new(),
             last_departure_ns: 0,
@@ -173,7 +174,7 @@ mod tests {
 
     #[test]
     fn unlimited_core_serves_every_packet_at_once() {
-        let mut cores = SimulatedCores::new(2, CoreCapacity::Unlimited { packet_cost_ns: 1_000.0 });
+        let mut cores = SimulatedCores::new(2, CorePacketCapacity::Unlimited { packet_cost_ns: 1_000.0 });
         (0..500).for_each(|_| cores.process_arrival(1, 7, 60));
         assert_eq!(cores.served_packet_counts(7).collect::<Vec<_>>(), [0, 500]);
         assert_eq!(cores.core_busy_ns(7).collect::<Vec<_>>(), [0, 500_000]);

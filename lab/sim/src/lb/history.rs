@@ -1,6 +1,6 @@
 //! Load on the cores before a trace's first packet, from earlier flows of which only the rates are known.
 
-use super::cores::CoreCapacity;
+use super::cores::CorePacketCapacity;
 
 /// Packets and busy time of each core during the trace's history, which is the time before its first packet. Flow rates
 /// only change when a flow starts or ends. Between these events, a core's packet count is a linear function of time,
@@ -11,33 +11,33 @@ pub struct TraceHistoryLoad {
     has_limited_capacity: bool,
     history_end_ns: u64,
     /// Slope of each core's linear function, which is its packet rate (packets per ns).
-    packets_per_ns: Vec<f64>,
+    core_packets_per_ns: Vec<f64>,
     /// Offset of each core's linear function, which is its packet count extrapolated to time 0.
-    packets_at_time_zero: Vec<f64>,
+    core_packets_at_time_zero: Vec<f64>,
     /// Packet rate of each flow (packets per ns).
     flow_packets_per_ns: Vec<f64>,
     /// Time of the last call of [`Self::core_busy_ns`] (ns).
     last_read_ns: u64,
     /// Packet count of each core at the last call of [`Self::core_busy_ns`].
-    last_read_packets: Vec<f64>,
+    last_read_core_packets: Vec<f64>,
     core_busy_ns: Vec<f64>,
 }
 
 impl TraceHistoryLoad {
-    pub fn new(cores: usize, capacity: CoreCapacity, history_end_ns: u64) -> Self {
+    pub fn new(cores: usize, capacity: CorePacketCapacity, history_end_ns: u64) -> Self {
         let (packet_cost_ns, has_limited_capacity) = match capacity {
-            CoreCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false),
-            CoreCapacity::Limited { packet_cost_ns: cost_ns, .. } => (cost_ns, true),
+            CorePacketCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false),
+            CorePacketCapacity::Limited { packet_cost_ns: cost_ns, .. } => (cost_ns, true),
         };
         Self {
             packet_cost_ns,
             has_limited_capacity,
             history_end_ns,
-            packets_per_ns: vec![0.0; cores],
-            packets_at_time_zero: vec![0.0; cores],
+            core_packets_per_ns: vec![0.0; cores],
+            core_packets_at_time_zero: vec![0.0; cores],
             flow_packets_per_ns: Vec::new(),
             last_read_ns: 0,
-            last_read_packets: vec![0.0; cores],
+            last_read_core_packets: vec![0.0; cores],
             core_busy_ns: vec![0.0; cores],
         }
     }
@@ -49,16 +49,16 @@ impl TraceHistoryLoad {
             self.flow_packets_per_ns.resize(flow + 1, 0.0);
         }
         self.flow_packets_per_ns[flow] = rate_pps / 1e9;
-        self.add_rate(core, rate_pps / 1e9, now_ns);
+        self.add_core_rate(core, rate_pps / 1e9, now_ns);
     }
 
     pub fn end_flow(&mut self, flow: u32, core: usize, now_ns: u64) {
-        self.add_rate(core, -self.flow_packets_per_ns[flow as usize], now_ns);
+        self.add_core_rate(core, -self.flow_packets_per_ns[flow as usize], now_ns);
     }
 
-    fn add_rate(&mut self, core: usize, packets_per_ns: f64, now_ns: u64) {
-        self.packets_per_ns[core] += packets_per_ns;
-        self.packets_at_time_zero[core] -= packets_per_ns * now_ns as f64;
+    fn add_core_rate(&mut self, core: usize, packets_per_ns: f64, now_ns: u64) {
+        self.core_packets_per_ns[core] += packets_per_ns;
+        self.core_packets_at_time_zero[core] -= packets_per_ns * now_ns as f64;
     }
 
     /// Returns each core's busy time until now, or until the end of the history if that is earlier (ns). A core of
@@ -67,11 +67,12 @@ impl TraceHistoryLoad {
         let now_ns = now_ns.min(self.history_end_ns);
         let elapsed_ns = (now_ns - self.last_read_ns) as f64;
         if elapsed_ns > 0.0 {
-            for core in 0..self.last_read_packets.len() {
-                let packet_count = self.packets_per_ns[core] * now_ns as f64 + self.packets_at_time_zero[core];
-                let work_ns = ((packet_count - self.last_read_packets[core]) * self.packet_cost_ns).max(0.0);
+            for core in 0..self.last_read_core_packets.len() {
+                let packet_count =
+                    self.core_packets_per_ns[core] * now_ns as f64 + self.core_packets_at_time_zero[core];
+                let work_ns = ((packet_count - self.last_read_core_packets[core]) * self.packet_cost_ns).max(0.0);
                 self.core_busy_ns[core] += if self.has_limited_capacity { work_ns.min(elapsed_ns) } else { work_ns };
-                self.last_read_packets[core] = packet_count;
+                self.last_read_core_packets[core] = packet_count;
             }
             self.last_read_ns = now_ns;
         }
@@ -85,7 +86,8 @@ mod tests {
 
     #[test]
     fn busy_time_is_rate_times_time_and_ends_with_the_history() {
-        let mut history = TraceHistoryLoad::new(2, CoreCapacity::Unlimited { packet_cost_ns: 1_000.0 }, 3_000_000_000);
+        let mut history =
+            TraceHistoryLoad::new(2, CorePacketCapacity::Unlimited { packet_cost_ns: 1_000.0 }, 3_000_000_000);
         history.begin_flow(0, 1, 500.0, 0);
         history.begin_flow(7, 1, 100.0, 500_000_000);
         // One flow sends 500 packets of 1 us, the other 50.
@@ -102,7 +104,7 @@ mod tests {
     fn core_of_limited_capacity_is_busy_at_most_the_elapsed_time() {
         let mut history = TraceHistoryLoad::new(
             1,
-            CoreCapacity::Limited { packet_cost_ns: 10_000.0, queue_limit: None },
+            CorePacketCapacity::Limited { packet_cost_ns: 10_000.0, queue_limit: None },
             2_000_000_000,
         );
         history.begin_flow(0, 0, 150_000.0, 0);

@@ -22,18 +22,18 @@ use std::fmt;
 use std::ops::RangeInclusive;
 
 use coreward_model::ServerId;
-use coreward_model::fleet::IndirectionTableDraw;
+use coreward_model::fleet::IndirectionTableFillRule;
 use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::MAX_CANDIDATES;
 
 use crate::names::UnknownName;
-use crate::range::OutOfRange;
+use crate::range::ValueOutOfRange;
 use crate::trace::capture::CaptureReadOptions;
 use crate::trace::{TraceError, TraceSource};
 
 pub use oracle::ORACLE_POLICY_NAME;
-pub use outcome::{LbSeedResult, LbSimulationOutcome, PolicyOutcome};
+pub use outcome::{LbSeedResult, LbSimulationOutcome, PlacementPolicyOutcome};
 pub use run::run;
 
 /// Configuration of a simulation. By default it replays `campus` on the paper's pool (CrossRSS, CoNEXT'20, Sect. 3).
@@ -42,7 +42,7 @@ pub struct LbSimulationConfig {
     /// Capture, arrival log or generator from which the traffic comes.
     pub trace: TraceSource,
     /// Number of servers, at least 1. All servers together have at most [`MAX_TOTAL_CORES`] cores.
-    pub servers: u16,
+    pub server_count: u16,
     /// Number of cores of each server, at least 1.
     pub cores_per_server: u16,
     /// Number of buckets in the placement table, and also of entries in each server's indirection table.
@@ -63,7 +63,7 @@ pub struct LbSimulationConfig {
     /// further ones are dropped.
     pub core_capacity_pps: Option<f64>,
     /// Method by which the entries of each server's indirection table are assigned to its cores.
-    pub indirection_table_draw: IndirectionTableDraw,
+    pub indirection_table_fill_rule: IndirectionTableFillRule,
     /// Duration of the windows for the variances between servers and between cores (ms), from 1 to 3,600,000.
     /// CrossRSS's windows last 1 s.
     pub window_ms: u32,
@@ -74,7 +74,7 @@ pub struct LbSimulationConfig {
     pub rack_controller_count: Option<u16>,
     /// Maximum number of candidate cores that a rack reports per bucket, from 1 to 8. A table has at most 8 per bucket,
     /// so 8 gives the same tables as no racks.
-    pub rack_candidates: u8,
+    pub rack_candidates_per_bucket: u8,
     /// Delay from the reports until the load balancer uses the table computed from them (ms), below
     /// `report_interval_ms`.
     pub table_delay_ms: u32,
@@ -84,7 +84,7 @@ impl Default for LbSimulationConfig {
     fn default() -> Self {
         Self {
             trace: TraceSource::default(),
-            servers: 4,
+            server_count: 4,
             cores_per_server: 4,
             bucket_count: BucketCount::PAPER_VALUE,
             report_interval_ms: 100,
@@ -94,11 +94,11 @@ impl Default for LbSimulationConfig {
             read_options: CaptureReadOptions::default(),
             trace_copy_count: 1,
             core_capacity_pps: None,
-            indirection_table_draw: IndirectionTableDraw::Balanced,
+            indirection_table_fill_rule: IndirectionTableFillRule::Balanced,
             window_ms: 1_000,
             replay_speed: 1.0,
             rack_controller_count: None,
-            rack_candidates: MAX_CANDIDATES,
+            rack_candidates_per_bucket: MAX_CANDIDATES,
             table_delay_ms: 0,
         }
     }
@@ -109,16 +109,16 @@ pub const MAX_TOTAL_CORES: u32 = 65_536;
 
 /// Reason why a configuration cannot be simulated.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub enum LbSimulationError {
     /// A value of the configuration is out of its range.
     #[error(transparent)]
-    OutOfRange(#[from] OutOfRange),
+    OutOfRange(#[from] ValueOutOfRange),
     /// No policy has the given name.
     #[error(transparent)]
     UnknownPolicy(#[from] UnknownName),
     /// The trace is invalid.
     #[error(transparent)]
-    Trace(#[from] TraceError),
+    InvalidTrace(#[from] TraceError),
     /// The trace has no packet that the load balancer can place.
     #[error("the trace has no packets that can be placed{}", format_skip_counts(.0))]
     NoPackets(crate::trace::PacketSkipCounts),
@@ -127,7 +127,7 @@ pub enum Error {
         "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must \
          last at least {} ms; a shorter --window-ms helps", 2 * window_ms
     )]
-    TooShort { seconds: f64, window_ms: u32 },
+    TraceTooShort { seconds: f64, window_ms: u32 },
     /// The oracle needs each flow's rate, which this kind of trace does not contain.
     #[error(
         "policy \"oracle\" needs to know each flow's rate when it starts: expected campus or an arrival log as trace"
@@ -142,23 +142,23 @@ fn format_skip_counts(skip_counts: &crate::trace::PacketSkipCounts) -> String {
 
 impl LbSimulationConfig {
     /// Checks the configuration. An error names the value that is out of range, and the allowed range.
-    pub fn check(&self) -> Result<(), Error> {
-        let core_count = u32::from(self.servers) * u32::from(self.cores_per_server);
-        require_within("servers", usize::from(self.servers), 1..=ServerId::COUNT, "")?;
+    pub fn check(&self) -> Result<(), LbSimulationError> {
+        let core_count = u32::from(self.server_count) * u32::from(self.cores_per_server);
+        require_within_range("servers", usize::from(self.server_count), 1..=ServerId::COUNT, "")?;
         require_in_range(self.cores_per_server > 0, "cores", self.cores_per_server, "at least 1")?;
         let expected_cores = format!("at most {MAX_TOTAL_CORES} cores in all");
         require_in_range(core_count <= MAX_TOTAL_CORES, "servers x cores", core_count, &expected_cores)?;
-        require_within("report-ms", self.report_interval_ms, 1..=10_000, "")?;
-        require_within("window-ms", self.window_ms, 1..=3_600_000, "")?;
-        require_within("overlay", self.trace_copy_count, 1..=1_024, " copies")?;
+        require_within_range("report-ms", self.report_interval_ms, 1..=10_000, "")?;
+        require_within_range("window-ms", self.window_ms, 1..=3_600_000, "")?;
+        require_within_range("overlay", self.trace_copy_count, 1..=1_024, " copies")?;
         if let Some(capacity) = self.core_capacity_pps {
-            require_within("core-capacity", capacity, 1.0..=1e9, " packets/s")?;
+            require_within_range("core-capacity", capacity, 1.0..=1e9, " packets/s")?;
         }
-        require_within("replay-speed", self.replay_speed, 0.001..=1_000.0, "")?;
+        require_within_range("replay-speed", self.replay_speed, 0.001..=1_000.0, "")?;
         if let Some(racks) = self.rack_controller_count {
-            require_within("racks", racks, 1..=self.servers, ", the number of servers")?;
+            require_within_range("racks", racks, 1..=self.server_count, ", the number of servers")?;
         }
-        require_within("rack-candidates", self.rack_candidates, 1..=MAX_CANDIDATES, "")?;
+        require_within_range("rack-candidates", self.rack_candidates_per_bucket, 1..=MAX_CANDIDATES, "")?;
         let expected_delay = format!("less than the {} ms between reports", self.report_interval_ms);
         require_in_range(
             self.table_delay_ms < self.report_interval_ms,
@@ -178,20 +178,20 @@ fn require_in_range(
     name: &'static str,
     value: impl fmt::Display,
     expected: &str,
-) -> Result<(), OutOfRange> {
+) -> Result<(), ValueOutOfRange> {
     if is_in_range {
         return Ok(());
     }
-    Err(OutOfRange { name, value: value.to_string(), expected: expected.to_owned() })
+    Err(ValueOutOfRange { name, value: value.to_string(), expected: expected.to_owned() })
 }
 
 /// Fails unless `value` is in `range`. The error message shows the range, followed by `suffix`.
-fn require_within<T: PartialOrd + fmt::Display>(
+fn require_within_range<T: PartialOrd + fmt::Display>(
     name: &'static str,
     value: T,
     range: RangeInclusive<T>,
     suffix: &str,
-) -> Result<(), OutOfRange> {
+) -> Result<(), ValueOutOfRange> {
     let expected = format!("{} to {}{suffix}", range.start(), range.end());
     require_in_range(range.contains(&value), name, value, &expected)
 }

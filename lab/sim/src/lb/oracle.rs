@@ -4,7 +4,7 @@
 //! have the smallest total rate. No load balancer knows these rates, so the oracle cannot run live and is not among the
 //! policies. It bounds what placement by core can achieve while connections stay on their servers.
 
-use crate::trace::FirstPacket;
+use crate::trace::FlowFirstPacket;
 
 /// Name by which the oracle is selected among the policies.
 pub const ORACLE_POLICY_NAME: &str = "oracle";
@@ -30,10 +30,10 @@ impl PlacementOracle {
     pub fn place_flow(
         &mut self,
         flow: u32,
-        first_packet: &FirstPacket,
+        first_packet: &FlowFirstPacket,
         reachable_cores: impl Iterator<Item = usize>,
     ) -> Option<usize> {
-        let rate_units = (first_packet.rate_pps? * RATE_UNITS_PER_PACKET) as u64;
+        let rate_units = (first_packet.flow_rate_pps? * RATE_UNITS_PER_PACKET) as u64;
         let core = reachable_cores.min_by_key(|core| self.core_rate_units[*core])?;
         if self.flow_rate_units.len() <= flow as usize {
             self.flow_rate_units.resize(flow as usize + 1, 0);
@@ -59,13 +59,13 @@ mod tests {
     #[test]
     fn oracle_chooses_the_core_with_the_least_sum_of_current_rates() {
         let tuple = FourTuple::ipv4((Ipv4Addr::LOCALHOST, 1), (Ipv4Addr::LOCALHOST, 2));
-        let build_first_packet = |rate| FirstPacket { tuple, rate_pps: Some(rate) };
+        let build_first_packet = |rate| FlowFirstPacket { tuple, flow_rate_pps: Some(rate) };
         let mut oracle = PlacementOracle::new(3);
         assert_eq!(oracle.place_flow(0, &build_first_packet(10.0), [0, 2].into_iter()), Some(0));
         assert_eq!(oracle.place_flow(1, &build_first_packet(3.0), [0, 2].into_iter()), Some(2));
         assert_eq!(oracle.place_flow(2, &build_first_packet(3.0), [0, 2].into_iter()), Some(2));
         oracle.remove_flow(0, 0);
         assert_eq!(oracle.place_flow(3, &build_first_packet(1.0), [0, 2].into_iter()), Some(0));
-        assert_eq!(oracle.place_flow(4, &FirstPacket { tuple, rate_pps: None }, [0].into_iter()), None);
+        assert_eq!(oracle.place_flow(4, &FlowFirstPacket { tuple, flow_rate_pps: None }, [0].into_iter()), None);
     }
 }

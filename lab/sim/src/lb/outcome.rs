@@ -25,7 +25,7 @@ pub struct LbSeedResult {
 
 /// Results of one policy, in which each field of [`LbSeedResult`] is summarized over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct PolicyOutcome {
+pub struct PlacementPolicyOutcome {
     pub policy: String,
     pub server_variance_pct: SeedSummary,
     pub core_variance_pct: SeedSummary,
@@ -37,7 +37,7 @@ pub struct PolicyOutcome {
     pub seeds: Vec<LbSeedResult>,
 }
 
-impl PolicyOutcome {
+impl PlacementPolicyOutcome {
     /// Summarizes the results of all seeds, or returns `None` if there are none.
     pub fn new(policy: &str, seeds: Vec<LbSeedResult>) -> Option<Self> {
         let summarize = |to_value: fn(&LbSeedResult) -> f64| {
@@ -59,7 +59,7 @@ impl PolicyOutcome {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LbSimulationOutcome {
     /// Results of the policies, in the order of the configuration.
-    pub policies: Vec<PolicyOutcome>,
+    pub policies: Vec<PlacementPolicyOutcome>,
     /// Number of simulated packets. It is the mean over the seeds if each seed has its own traffic.
     pub packets: u64,
     /// Number of flows that began, averaged over the seeds if each has its own traffic.
@@ -91,7 +91,7 @@ impl PrintableResult for LbSimulationOutcome {
     }
 
     fn table_rows(&self) -> Vec<Vec<String>> {
-        let format_policy_row = |policy: &PolicyOutcome| {
+        let format_policy_row = |policy: &PlacementPolicyOutcome| {
             let (server, core) = (policy.server_variance_pct, policy.core_variance_pct);
             vec![
                 policy.policy.clone(),

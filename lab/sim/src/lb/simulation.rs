@@ -1,16 +1,16 @@
 //! Simulation of one policy and seed, in which the packets of a trace reach a fleet like a live system's.
 
-use coreward_model::fleet::{FleetShape, RackControllers, SimulatedCluster};
+use coreward_model::fleet::{RackControllers, SimulatedCluster, SimulatedFleetShape};
 use coreward_model::placement::PlacementTable;
-use coreward_model::policy::{self, Policy};
+use coreward_model::policy::{self, PlacementPolicy};
 use coreward_model::rss::seeded_rng;
 use coreward_model::statistics::{mean, variance_pct};
 
-use super::cores::{CoreCapacity, SimulatedCores};
+use super::cores::{CorePacketCapacity, SimulatedCores};
 use super::history::TraceHistoryLoad;
 use super::oracle::{ORACLE_POLICY_NAME, PlacementOracle};
 use super::outcome::LbSeedResult;
-use super::{Error, LbSimulationConfig};
+use super::{LbSimulationConfig, LbSimulationError};
 use crate::names::UnknownName;
 use crate::trace::{PacketBatch, TracePacket};
 
@@ -22,14 +22,14 @@ const RNG_STREAM_SERVERS: u64 = 21;
 const MAX_REPORTS_PER_GAP: u64 = 1_000;
 
 /// Policy or oracle that places new connections.
-enum PlacementMethod {
-    Policy(Box<dyn Policy>),
+enum SimulatedPlacementMethod {
+    Policy(Box<dyn PlacementPolicy>),
     Oracle(PlacementOracle),
 }
 
-impl PlacementMethod {
+impl SimulatedPlacementMethod {
     /// Returns the policy or oracle with this name. Fails when there is none.
-    fn new(name: &str, seed: u64, core_count: usize) -> Result<Self, Error> {
+    fn new(name: &str, seed: u64, core_count: usize) -> Result<Self, LbSimulationError> {
         match name {
             ORACLE_POLICY_NAME => Ok(Self::Oracle(PlacementOracle::new(core_count))),
             name => Ok(Self::Policy(
@@ -70,14 +70,14 @@ impl CoreCounterSnapshot {
 
 /// Simulated fleet and load balancer under one policy and seed.
 pub struct LbSimulation {
-    placement_method: PlacementMethod,
+    placement_method: SimulatedPlacementMethod,
     fleet: SimulatedCluster,
     cores_per_server: usize,
     cores: SimulatedCores,
     history: TraceHistoryLoad,
     history_duration_ns: u64,
     core_by_flow: Vec<u16>,
-    open_connection_counts: Vec<u32>,
+    open_connection_counts_by_server: Vec<u32>,
     report_interval_ns: u64,
     window_ns: u64,
     next_report_ns: u64,
@@ -93,12 +93,12 @@ pub struct LbSimulation {
 }
 
 fn build_random_fleet(config: &LbSimulationConfig, seed: u64) -> SimulatedCluster {
-    let shape = FleetShape {
-        server_count: config.servers,
+    let shape = SimulatedFleetShape {
+        server_count: config.server_count,
         cores_per_server: config.cores_per_server,
         bucket_count: config.bucket_count,
         load_ewma_alpha: config.smoothing_weight,
-        indirection_table_draw: config.indirection_table_draw,
+        indirection_table_draw_method: config.indirection_table_fill_rule,
     };
     let plan = shape.draw_plan(&mut seeded_rng(seed, RNG_STREAM_SERVERS));
     SimulatedCluster::new(plan).expect("as many entries as buckets")
@@ -110,18 +110,18 @@ impl LbSimulation {
         config: &LbSimulationConfig,
         policy: &str,
         seed: u64,
-        capacity: CoreCapacity,
+        capacity: CorePacketCapacity,
         history_ns: u64,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, LbSimulationError> {
         let mut fleet = build_random_fleet(config, seed);
         let core_count = fleet.core_count();
-        let placement_method = PlacementMethod::new(policy, seed, core_count)?;
-        if let (Some(racks), PlacementMethod::Policy(_)) = (config.rack_controller_count, &placement_method) {
+        let placement_method = SimulatedPlacementMethod::new(policy, seed, core_count)?;
+        if let (Some(racks), SimulatedPlacementMethod::Policy(_)) = (config.rack_controller_count, &placement_method) {
             let policies =
                 (0..racks).map(|_| policy::create_policy_by_name(policy, seed).expect("the controller has one"));
             fleet.set_rack_controllers(RackControllers {
-                policies: policies.collect(),
-                max_candidates_per_bucket: config.rack_candidates.into(),
+                policy_by_rack: policies.collect(),
+                max_candidates_per_bucket: config.rack_candidates_per_bucket.into(),
             });
         }
         Ok(Self {
@@ -132,7 +132,7 @@ impl LbSimulation {
             history: TraceHistoryLoad::new(core_count, capacity, history_ns),
             history_duration_ns: history_ns,
             core_by_flow: Vec::new(),
-            open_connection_counts: vec![0; usize::from(config.servers)],
+            open_connection_counts_by_server: vec![0; usize::from(config.server_count)],
             report_interval_ns: u64::from(config.report_interval_ms) * 1_000_000,
             window_ns: u64::from(config.window_ms) * 1_000_000,
             next_report_ns: 0,
@@ -146,7 +146,7 @@ impl LbSimulation {
     }
 
     /// Processes a batch of packets. Fails when the oracle does not know the rate of a flow.
-    pub fn process_batch(&mut self, batch: &PacketBatch) -> Result<(), Error> {
+    pub fn process_batch(&mut self, batch: &PacketBatch) -> Result<(), LbSimulationError> {
         let mut first_packets = batch.first_packets.iter();
         for packet in &batch.packets {
             if packet.time_ns >= self.next_report_ns.min(self.window_end_ns) {
@@ -167,12 +167,18 @@ impl LbSimulation {
         Ok(())
     }
 
-    fn open_flow(&mut self, packet: &TracePacket, first_packet: &crate::trace::FirstPacket) -> Result<(), Error> {
+    fn open_flow(
+        &mut self,
+        packet: &TracePacket,
+        first_packet: &crate::trace::FlowFirstPacket,
+    ) -> Result<(), LbSimulationError> {
         let core = match &mut self.placement_method {
-            PlacementMethod::Policy(_) => self.fleet.place_connection(&first_packet.tuple),
-            PlacementMethod::Oracle(oracle) => {
+            SimulatedPlacementMethod::Policy(_) => self.fleet.place_connection(&first_packet.tuple),
+            SimulatedPlacementMethod::Oracle(oracle) => {
                 let reachable_cores = self.fleet.reachable_core_indexes(&first_packet.tuple);
-                oracle.place_flow(packet.flow_number, first_packet, reachable_cores).ok_or(Error::OracleNeedsRates)?
+                oracle
+                    .place_flow(packet.flow_number, first_packet, reachable_cores)
+                    .ok_or(LbSimulationError::OracleNeedsRates)?
             }
         };
         let flow = packet.flow_number as usize;
@@ -180,17 +186,17 @@ impl LbSimulation {
             self.core_by_flow.resize(flow + 1, 0);
         }
         self.core_by_flow[flow] = core as u16;
-        self.open_connection_counts[core / self.cores_per_server] += 1;
+        self.open_connection_counts_by_server[core / self.cores_per_server] += 1;
         if packet.time_ns < self.history_duration_ns {
-            let rate_pps = first_packet.rate_pps.expect("a history knows rates");
+            let rate_pps = first_packet.flow_rate_pps.expect("a history knows rates");
             self.history.begin_flow(packet.flow_number, core, rate_pps, packet.time_ns);
         }
         Ok(())
     }
 
     fn close_flow(&mut self, packet: &TracePacket, core: usize) {
-        self.open_connection_counts[core / self.cores_per_server] -= 1;
-        if let PlacementMethod::Oracle(oracle) = &mut self.placement_method {
+        self.open_connection_counts_by_server[core / self.cores_per_server] -= 1;
+        if let SimulatedPlacementMethod::Oracle(oracle) = &mut self.placement_method {
             oracle.remove_flow(packet.flow_number, core);
         }
         if packet.time_ns < self.history_duration_ns {
@@ -226,7 +232,7 @@ impl LbSimulation {
     fn process_reports(&mut self, now_ns: u64) {
         // Connections assigned until now count for the previous table, so a due table is installed before new reports.
         self.install_due_table(now_ns);
-        let PlacementMethod::Policy(policy) = &mut self.placement_method else { return };
+        let SimulatedPlacementMethod::Policy(policy) = &mut self.placement_method else { return };
         let history_busy_ns = self.history.core_busy_ns(now_ns).iter();
         let busy_ns: Vec<u64> = self
             .cores
@@ -234,8 +240,12 @@ impl LbSimulation {
             .zip(history_busy_ns)
             .map(|(trace_ns, history_ns)| trace_ns + *history_ns as u64)
             .collect();
-        let table =
-            self.fleet.report_and_compute_table(now_ns, &busy_ns, &self.open_connection_counts, policy.as_mut());
+        let table = self.fleet.collect_reports_and_compute_table(
+            now_ns,
+            &busy_ns,
+            &self.open_connection_counts_by_server,
+            policy.as_mut(),
+        );
         // The first table is used at once, because there is no earlier one.
         let active_from_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
         self.pending_table = Some((active_from_ns, table));

@@ -1,17 +1,17 @@
 //! The arguments of `coreward-lab sim path`.
 
-use coreward_model::fleet::IndirectionTableDraw;
+use coreward_model::fleet::IndirectionTableFillRule;
 use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 
 use super::{PathSimulationConfig, ReportPhase, run};
 use crate::lb::cli::{parse_bucket_count, parse_smoothing_weight};
-use crate::output::{PrintableResult as _, ResultFormat};
+use crate::output::{PrintableResult as _, SimulationResultFormat};
 use crate::rpc::{CoreSelectionPolicy, ServiceTimeDistribution};
 
 /// Arguments of `coreward-lab sim path`.
 #[derive(Debug, clap::Args)]
-pub struct PathArgs {
+pub struct PathSimulationArgs {
     /// Number of servers
     #[arg(long, default_value_t = 4)]
     servers: u16,
@@ -69,32 +69,32 @@ pub struct PathArgs {
     #[arg(long, default_value_t = 5)]
     seeds: u64,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
-    format: ResultFormat,
+    #[arg(long, value_enum, default_value_t = SimulationResultFormat::Text)]
+    format: SimulationResultFormat,
 }
 
-impl PathArgs {
+impl PathSimulationArgs {
     /// Runs the simulation and returns its result as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let config = PathSimulationConfig {
-            servers: self.servers,
+            server_count: self.servers,
             cores_per_server: self.cores,
             policies: self.policy,
             dispatch_policies: self.dispatch,
-            service: self.service,
+            service_times: self.service,
             unit_us: self.unit_us,
             interface_latency: self.latency,
             offered_load: self.load,
             requests_per_connection: self.requests_per_connection,
-            request_gap: self.request_gap,
-            rate_sigma: self.rate_sigma,
+            mean_request_gap: self.request_gap,
+            request_gap_sigma: self.rate_sigma,
             bucket_count: self.buckets,
-            indirection_table_draw: IndirectionTableDraw::Balanced,
+            indirection_table_fill_rule: IndirectionTableFillRule::Balanced,
             report_interval_ms: self.report_ms,
             smoothing_weight: self.alpha,
             report_phase: self.report_phase,
             window_ms: self.window_ms,
-            arrival_seconds: self.seconds,
+            connection_arrival_seconds: self.seconds,
             seeds: (1..=self.seeds).collect(),
         };
         Ok(run(&config)?.render(self.format))

@@ -1,20 +1,20 @@
 //! Simulation of one combination of policies and one seed.
 
-use coreward_model::fleet::{FleetShape, SimulatedCluster};
-use coreward_model::policy::{self, Policy as Placement};
+use coreward_model::fleet::{SimulatedCluster, SimulatedFleetShape};
+use coreward_model::policy::{self, PlacementPolicy as Placement};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::statistics::{mean, variance_pct};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::traffic::{ConnectionId, SimulatedTraffic, TrafficEvent};
-use super::{Error, PathSeedResult, PathSimulationConfig, ReportPhase};
+use super::{PathSeedResult, PathSimulationConfig, PathSimulationError, ReportPhase};
 use crate::names::UnknownName;
 use crate::rpc::outcome::{LatencyRecorder, ResponseObserver as _};
 use crate::rpc::server::{
     QueueingServer, ResponseSink, ServerSpec, ServerVisitor, SimulatedRequest, SimulatedResponse,
 };
-use crate::rpc::ticks::{NEVER, Tick, units_to_ticks};
+use crate::rpc::ticks::{NEVER, Tick, time_units_to_ticks};
 use crate::rpc::{CoreSelectionPolicy, ServiceTimeSampler};
 
 /// First of four random streams of [`seeded_rng`]: for servers, service times, hashes, and the times at which agents
@@ -56,7 +56,7 @@ struct ResponseTracker {
     /// Ids of closed connections, which new connections can reuse.
     free_connection_ids: Vec<ConnectionId>,
     /// Number of open connections on each server.
-    open_connection_counts: Vec<u32>,
+    open_connection_counts_by_server: Vec<u32>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -64,7 +64,7 @@ struct SimulatedConnection {
     server_index: u16,
     flow_hash: u32,
     /// Number of requests that have arrived but are not answered yet.
-    unanswered_requests: u32,
+    unanswered_request_count: u32,
     /// Whether the connection's last request has arrived.
     has_last_request_arrived: bool,
 }
@@ -74,9 +74,9 @@ impl ResponseSink for ResponseTracker {
         self.latency_recorder.handle_response(response);
         let id = ConnectionId(response.request.connection_number);
         let connection = &mut self.connections[id.0 as usize];
-        connection.unanswered_requests -= 1;
-        if connection.has_last_request_arrived && connection.unanswered_requests == 0 {
-            self.open_connection_counts[usize::from(connection.server_index)] -= 1;
+        connection.unanswered_request_count -= 1;
+        if connection.has_last_request_arrived && connection.unanswered_request_count == 0 {
+            self.open_connection_counts_by_server[usize::from(connection.server_index)] -= 1;
             self.free_connection_ids.push(id);
         }
     }
@@ -88,14 +88,18 @@ impl ResponseTracker {
             latency_recorder: LatencyRecorder::new(class_count, None),
             connections: Vec::new(),
             free_connection_ids: Vec::new(),
-            open_connection_counts: vec![0; usize::from(server_count)],
+            open_connection_counts_by_server: vec![0; usize::from(server_count)],
         }
     }
 
     fn open_connection(&mut self, server_index: u16, flow_hash: u32) -> ConnectionId {
-        self.open_connection_counts[usize::from(server_index)] += 1;
-        let connection =
-            SimulatedConnection { server_index, flow_hash, unanswered_requests: 0, has_last_request_arrived: false };
+        self.open_connection_counts_by_server[usize::from(server_index)] += 1;
+        let connection = SimulatedConnection {
+            server_index,
+            flow_hash,
+            unanswered_request_count: 0,
+            has_last_request_arrived: false,
+        };
         let Some(id) = self.free_connection_ids.pop() else {
             self.connections.push(connection);
             return ConnectionId(self.connections.len() as u32 - 1);
@@ -135,12 +139,12 @@ impl<S: ResponseSink> ServerVisitor<S> for ServerBoxingVisitor {
 }
 
 fn build_random_fleet(config: &PathSimulationConfig, seed: u64) -> SimulatedCluster {
-    let shape = FleetShape {
-        server_count: config.servers,
+    let shape = SimulatedFleetShape {
+        server_count: config.server_count,
         cores_per_server: config.cores_per_server,
         bucket_count: config.bucket_count,
         load_ewma_alpha: config.smoothing_weight,
-        indirection_table_draw: config.indirection_table_draw,
+        indirection_table_draw_method: config.indirection_table_fill_rule,
     };
     let plan = shape.draw_plan(&mut seeded_rng(seed, RNG_STREAM_SERVERS));
     let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
@@ -165,7 +169,7 @@ fn initial_busy_time_readings(config: &PathSimulationConfig, seed: u64) -> Vec<B
             core_busy_times: vec![0; usize::from(config.cores_per_server)],
         }
     };
-    (0..config.servers).map(build_initial_reading).collect()
+    (0..config.server_count).map(build_initial_reading).collect()
 }
 
 impl<'a> PathSimulation<'a> {
@@ -175,28 +179,28 @@ impl<'a> PathSimulation<'a> {
         policy: &str,
         dispatch_policy: &'a CoreSelectionPolicy,
         seed: u64,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, PathSimulationError> {
         let fleet = build_random_fleet(config, seed);
         let unknown_policy_error = |_| UnknownName::new("policy", policy, policy::policy_names());
-        let class_count = config.service.class_service_times().len();
+        let class_count = config.service_times.class_service_times().len();
         let build_server = |position| {
             let spec = ServerSpec {
                 policy: dispatch_policy,
                 core_count: config.cores_per_server,
                 class_count: class_count as u8,
-                interface_latency: units_to_ticks(config.interface_latency),
+                interface_latency: time_units_to_ticks(config.interface_latency),
                 indirection_table: fleet.indirection_table(position),
             };
             spec.build_and_visit(ServerBoxingVisitor)
         };
         Ok(Self {
             placement: policy::create_policy_by_name(policy, seed).map_err(unknown_policy_error)?,
-            servers: (0..usize::from(config.servers)).map(build_server).collect(),
+            servers: (0..usize::from(config.server_count)).map(build_server).collect(),
             traffic: SimulatedTraffic::new(config, seed),
-            service_time_sampler: config.service.build_sampler(),
+            service_time_sampler: config.service_times.build_sampler(),
             service_rng: seeded_rng(seed, RNG_STREAM_SERVICES),
             hash_rng: seeded_rng(seed, RNG_STREAM_HASHES),
-            response_tracker: ResponseTracker::new(class_count, config.servers),
+            response_tracker: ResponseTracker::new(class_count, config.server_count),
             busy_time_readings: initial_busy_time_readings(config, seed),
             arrived_request_count: 0,
             window_results: MeasuredWindowResults::new(fleet.core_count()),
@@ -208,7 +212,8 @@ impl<'a> PathSimulation<'a> {
 
     pub fn run(mut self) -> PathSeedResult {
         let seconds_to_ticks = |seconds: f64| self.config.seconds_to_ticks(seconds);
-        let [end_time, warm_up] = [self.config.arrival_seconds, self.config.warm_up_seconds()].map(seconds_to_ticks);
+        let [end_time, warm_up] =
+            [self.config.connection_arrival_seconds, self.config.warm_up_seconds()].map(seconds_to_ticks);
         let [report_ticks, window_ticks] =
             [self.config.report_interval_ms / 1e3, self.config.window_ms / 1e3].map(seconds_to_ticks);
         let report_interval = report_ticks.max(1);
@@ -251,11 +256,7 @@ impl<'a> PathSimulation<'a> {
             server.advance(NEVER - 1, &mut self.response_tracker);
         }
         PathSeedResult {
-            latency: self
-                .response_tracker
-                .latency_recorder
-                .overall_latencies()
-                .expect("requests come after the warm-up"),
+            latency: self.response_tracker.latency_recorder.overall_latency().expect("requests come after the warm-up"),
             server_variance_pct: mean(&self.window_results.server_variance_pct).unwrap_or(0.0),
             core_variance_pct: mean(&self.window_results.core_variance_pct).unwrap_or(0.0),
             request_count: self.arrived_request_count,
@@ -276,12 +277,12 @@ impl<'a> PathSimulation<'a> {
         };
         let (class, work) = self.service_time_sampler.sample_class_and_time(&mut self.service_rng);
         let connection = &mut self.response_tracker.connections[id.0 as usize];
-        connection.unanswered_requests += 1;
+        connection.unanswered_request_count += 1;
         connection.has_last_request_arrived = !self.traffic.has_more_requests(id);
         let server = &mut self.servers[usize::from(connection.server_index)];
         let request = SimulatedRequest {
             arrived_at: now,
-            work,
+            service_time: work,
             request_hash: self.hash_rng.next_u32(),
             flow_hash: connection.flow_hash,
             connection_number: id.0,
@@ -315,7 +316,7 @@ impl<'a> PathSimulation<'a> {
         let server = &mut self.servers[server_index];
         server.advance(now, &mut self.response_tracker);
         let mut busy_times: Vec<Tick> = server.core_busy_times(now).to_vec();
-        if self.config.requests_per_connection == 1.0 && !self.dispatch_policy.follows_rss() {
+        if self.config.requests_per_connection == 1.0 && !self.dispatch_policy.selects_core_by_rss() {
             let mean_busy_time = busy_times.iter().sum::<Tick>() / busy_times.len() as Tick;
             busy_times.fill(mean_busy_time);
         }
@@ -329,7 +330,7 @@ impl<'a> PathSimulation<'a> {
             server.advance(now, &mut self.response_tracker);
         }
         let ns_per_unit = self.config.unit_us * 1e3;
-        let ticks_to_ns = |time: Tick| (crate::rpc::ticks::ticks_to_units(time) * ns_per_unit) as u64;
+        let ticks_to_ns = |time: Tick| (crate::rpc::ticks::ticks_to_time_units(time) * ns_per_unit) as u64;
         let busy_ns: Vec<u64> = self
             .busy_time_readings
             .iter()
@@ -338,10 +339,10 @@ impl<'a> PathSimulation<'a> {
             .collect();
         let last_read_ns: Vec<Option<u64>> =
             self.busy_time_readings.iter().map(|reading| reading.last_read_at.map(ticks_to_ns)).collect();
-        self.fleet.report_at_times_and_install(
+        self.fleet.install_table_from_timed_reports(
             &last_read_ns,
             &busy_ns,
-            &self.response_tracker.open_connection_counts,
+            &self.response_tracker.open_connection_counts_by_server,
             self.placement.as_mut(),
         );
     }
@@ -372,12 +373,12 @@ mod tests {
     fn requests_reach_the_predicted_core_under_rss() {
         let config = PathSimulationConfig {
             requests_per_connection: 3.0,
-            arrival_seconds: 1.0,
+            connection_arrival_seconds: 1.0,
             ..PathSimulationConfig::default()
         };
         let create_simulation = || PathSimulation::new(&config, "hash", &CoreSelectionPolicy::Rss, 7).unwrap();
         let (mut simulation, mut reference) = (create_simulation(), create_simulation());
-        let end_time = simulation.traffic.next_event_time() + 300 * units_to_ticks(1.0);
+        let end_time = simulation.traffic.next_event_time() + 300 * time_units_to_ticks(1.0);
         let mut expected_busy_times = vec![0; simulation.fleet.core_count()];
         let mut predicted_cores = Vec::new();
         for simulation in [&mut simulation, &mut reference] {
@@ -403,7 +404,7 @@ mod tests {
         assert!(predicted_cores.len() > 500);
         assert_eq!(simulation.core_busy_times(NEVER - 1), expected_busy_times);
         assert!(
-            simulation.response_tracker.open_connection_counts.iter().sum::<u32>() > 0,
+            simulation.response_tracker.open_connection_counts_by_server.iter().sum::<u32>() > 0,
             "some connections are to have more requests"
         );
     }

@@ -6,7 +6,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::clock::{Nanoseconds, from_seconds, nanoseconds_to_seconds};
+use super::clock::{Nanoseconds, nanoseconds_to_seconds, seconds_to_nanoseconds};
 use super::mix::ConnectionMix;
 use crate::random::draw_exponential;
 
@@ -15,7 +15,7 @@ const RNG_STREAM_ARRIVALS: u64 = 200;
 
 /// Process by which clients open connections.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum ArrivalProcess {
+pub enum ConnectionArrivalProcess {
     /// Poisson arrivals, at a rate that keeps the given mean number of connections open.
     OpenLoop { mean_open_connections: f64 },
     /// Closed loop, as in the load generator of Cheetah's Fig. 9 (`includes/httpclient.py` of
@@ -28,9 +28,9 @@ pub enum ArrivalProcess {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RequestRateWave {
     /// Request rate outside the wave, and at its start and end.
-    pub base_per_s: f64,
+    pub base_requests_per_s: f64,
     /// Request rate in the middle of the wave.
-    pub peak_per_s: f64,
+    pub peak_requests_per_s: f64,
     /// Duration of the wave (s).
     pub duration_s: f64,
 }
@@ -40,32 +40,38 @@ impl RequestRateWave {
     /// wave.
     fn request_rate_at(&self, second: f64) -> f64 {
         if second <= 0.0 || second >= self.duration_s {
-            return self.base_per_s;
+            return self.base_requests_per_s;
         }
         // This is Bhaskara's approximation of sin(pi x) (7th century), which is within 0.2 % of the height. Unlike a
         // sine function, it yields the same bits on every machine.
         let x = second / self.duration_s;
         let parabola = 16.0 * x * (1.0 - x);
-        self.base_per_s + (self.peak_per_s - self.base_per_s) * parabola / (5.0 - parabola / 4.0)
+        self.base_requests_per_s
+            + (self.peak_requests_per_s - self.base_requests_per_s) * parabola / (5.0 - parabola / 4.0)
     }
 }
 
 /// Source of new connections for one simulation, in the order of their starts.
 #[derive(Debug)]
 pub struct ConnectionSource {
-    arrivals: ArrivalProcess,
+    arrivals: ConnectionArrivalProcess,
     mix: ConnectionMix,
     rng: Xoshiro256PlusPlus,
     next_start: Nanoseconds,
     warm_up_duration: Nanoseconds,
     /// Kinds of the requests that wait to be sent. Only closed-loop arrivals use this queue.
-    waiting_kind_indices: VecDeque<u8>,
+    waiting_request_kind_indices: VecDeque<u8>,
 }
 
 impl ConnectionSource {
     /// Creates a source of connections. For a closed loop, the wave of the request rate starts at the end of the
     /// warm-up.
-    pub fn new(arrivals: ArrivalProcess, mix: &ConnectionMix, warm_up_duration: Nanoseconds, seed: u64) -> Self {
+    pub fn new(
+        arrivals: ConnectionArrivalProcess,
+        mix: &ConnectionMix,
+        warm_up_duration: Nanoseconds,
+        seed: u64,
+    ) -> Self {
         let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
         let mut source = Self {
             arrivals,
@@ -73,15 +79,15 @@ impl ConnectionSource {
             rng,
             next_start: 0,
             warm_up_duration,
-            waiting_kind_indices: VecDeque::new(),
+            waiting_request_kind_indices: VecDeque::new(),
         };
-        if let ArrivalProcess::ClosedLoop { clients, .. } = arrivals {
+        if let ConnectionArrivalProcess::ClosedLoop { clients, .. } = arrivals {
             let mut kind_indices: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kind_indices().to_vec()).collect();
             // This is a Fisher-Yates shuffle.
             for last in (1..kind_indices.len()).rev() {
                 kind_indices.swap(last, uniform_below(&mut source.rng, last as u32 + 1) as usize);
             }
-            source.waiting_kind_indices = kind_indices.into();
+            source.waiting_request_kind_indices = kind_indices.into();
         }
         source.schedule_next_start();
         source
@@ -95,8 +101,8 @@ impl ConnectionSource {
     /// Removes the next connection and returns its identity and kind. Returns `None` if no request waits to be sent.
     pub fn pop_connection(&mut self) -> Option<(u64, u8)> {
         let kind_index = match self.arrivals {
-            ArrivalProcess::OpenLoop { .. } => Some(self.mix.draw_kind(&mut self.rng)),
-            ArrivalProcess::ClosedLoop { .. } => self.waiting_kind_indices.pop_front(),
+            ConnectionArrivalProcess::OpenLoop { .. } => Some(self.mix.draw_kind(&mut self.rng)),
+            ConnectionArrivalProcess::ClosedLoop { .. } => self.waiting_request_kind_indices.pop_front(),
         };
         let identity = self.rng.next_u64();
         self.schedule_next_start();
@@ -104,18 +110,18 @@ impl ConnectionSource {
     }
 
     pub fn on_connection_ended(&mut self, kind_index: u8) {
-        if let ArrivalProcess::ClosedLoop { .. } = self.arrivals {
-            self.waiting_kind_indices.push_back(kind_index);
+        if let ConnectionArrivalProcess::ClosedLoop { .. } = self.arrivals {
+            self.waiting_request_kind_indices.push_back(kind_index);
         }
     }
 
     fn schedule_next_start(&mut self) {
         let unit_gap = draw_exponential(&mut self.rng);
         let mean_gap_ns = match self.arrivals {
-            ArrivalProcess::OpenLoop { mean_open_connections: connections } => {
+            ConnectionArrivalProcess::OpenLoop { mean_open_connections: connections } => {
                 self.mix.mean_duration_ns() / connections
             }
-            ArrivalProcess::ClosedLoop { request_rate, .. } => {
+            ConnectionArrivalProcess::ClosedLoop { request_rate, .. } => {
                 1e9 / request_rate.request_rate_at(
                     nanoseconds_to_seconds(self.next_start) - nanoseconds_to_seconds(self.warm_up_duration),
                 )
@@ -127,11 +133,11 @@ impl ConnectionSource {
 
 /// Returns the time that the initially empty system takes to reach its steady state. In an open loop, this is the
 /// longest connection's duration.
-pub fn settling_time(arrivals: &ArrivalProcess, mix: &ConnectionMix) -> Nanoseconds {
+pub fn settling_time(arrivals: &ConnectionArrivalProcess, mix: &ConnectionMix) -> Nanoseconds {
     match arrivals {
-        ArrivalProcess::OpenLoop { .. } => mix.longest_duration(),
+        ConnectionArrivalProcess::OpenLoop { .. } => mix.longest_duration(),
         // The experiment runs for 15 s before the time that its plot shows.
-        ArrivalProcess::ClosedLoop { .. } => from_seconds(15.0),
+        ConnectionArrivalProcess::ClosedLoop { .. } => seconds_to_nanoseconds(15.0),
     }
 }
 
@@ -142,13 +148,13 @@ mod tests {
     #[test]
     fn open_loop_rate_follows_from_the_mean_duration() {
         let mut source = ConnectionSource::new(
-            ArrivalProcess::OpenLoop { mean_open_connections: 1_000.0 },
+            ConnectionArrivalProcess::OpenLoop { mean_open_connections: 1_000.0 },
             &ConnectionMix::with_constant_duration(10.0),
             0,
             1,
         );
         let mut connection_count = 0;
-        while source.next_start_time() < from_seconds(1_000.0) {
+        while source.next_start_time() < seconds_to_nanoseconds(1_000.0) {
             source.pop_connection().unwrap();
             connection_count += 1;
         }
@@ -158,10 +164,10 @@ mod tests {
 
     #[test]
     fn ended_request_of_a_closed_loop_is_sent_again() {
-        let wave = RequestRateWave { base_per_s: 1_000.0, peak_per_s: 2_000.0, duration_s: 40.0 };
+        let wave = RequestRateWave { base_requests_per_s: 1_000.0, peak_requests_per_s: 2_000.0, duration_s: 40.0 };
         let mix = ConnectionMix::with_constant_duration(10.0);
         let mut source =
-            ConnectionSource::new(ArrivalProcess::ClosedLoop { clients: 2, request_rate: wave }, &mix, 0, 1);
+            ConnectionSource::new(ConnectionArrivalProcess::ClosedLoop { clients: 2, request_rate: wave }, &mix, 0, 1);
         assert!(
             source.pop_connection().is_some() && source.pop_connection().is_some() && source.pop_connection().is_none()
         );

@@ -38,7 +38,7 @@ pub trait LoadBalancerSet {
     fn process_reports(&mut self, _cluster: &Cluster) {}
 
     /// Returns the time at which the connection's packets first went to another server than its own, or `None` if they
-    /// never did. Without [`super::PccSimulationConfig::records_per_second_counts`], that time is not stored, and the
+    /// never did. Without [`super::PccSimulationConfig::keeps_per_second_counts`], that time is not stored, and the
     /// current time is returned instead.
     fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

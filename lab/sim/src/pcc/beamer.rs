@@ -20,7 +20,7 @@ use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
 use super::cluster::Cluster;
 use super::connections::OpenConnection;
-use super::hashed::bucket_count;
+use super::hashed::bucket_count_for_servers;
 
 /// Random stream of [`seeded_rng`] that selects the buckets to move.
 const RNG_STREAM_BUCKET_MOVES: u64 = 204;
@@ -43,9 +43,9 @@ pub struct BeamerBalancers {
     server_states: Vec<BeamerServerState>,
     /// Buckets that each server owns. A server uses its own buckets, unless it is suspended and they are lent to
     /// others.
-    owned_buckets: Vec<Vec<u32>>,
+    owned_buckets_by_server: Vec<Vec<u32>>,
     /// Buckets that each server has borrowed from suspended servers.
-    borrowed_buckets: Vec<Vec<u32>>,
+    borrowed_buckets_by_server: Vec<Vec<u32>>,
     threshold_control: Option<SuspensionThresholdControl>,
     rng: Xoshiro256PlusPlus,
 }
@@ -53,22 +53,22 @@ pub struct BeamerBalancers {
 #[derive(Debug, Clone, Copy)]
 pub struct SuspensionThresholdControl {
     /// Allowed excess over the servers' mean load. With 0.1, a server's load may be 10 % above the mean.
-    pub allowed_load_excess: f64,
+    pub allowed_load_excess_fraction: f64,
     /// Time from which servers may be suspended. While the system fills, servers have only one or two connections, so
     /// their loads are not significant.
-    pub suspends_from: Nanoseconds,
+    pub suspension_start_time: Nanoseconds,
 }
 
 impl BeamerBalancers {
     pub fn new(threshold_control: Option<SuspensionThresholdControl>, config: &PccSimulationConfig, seed: u64) -> Self {
-        let bucket_count = bucket_count(config.servers, config.buckets_per_server);
-        let table = BucketTable::new(bucket_count, true, config.records_per_second_counts);
+        let bucket_count = bucket_count_for_servers(config.server_count, config.buckets_per_server);
+        let table = BucketTable::new(bucket_count, true, config.keeps_per_second_counts);
         let rng = seeded_rng(seed, RNG_STREAM_BUCKET_MOVES);
         Self {
             table,
             server_states: Vec::new(),
-            owned_buckets: Vec::new(),
-            borrowed_buckets: Vec::new(),
+            owned_buckets_by_server: Vec::new(),
+            borrowed_buckets_by_server: Vec::new(),
             threshold_control,
             rng,
         }
@@ -97,7 +97,8 @@ impl BeamerBalancers {
     /// Lends each of `buckets` to the serving server that has the fewest buckets at that time.
     fn lend_buckets(&mut self, buckets: Vec<u32>) {
         let used_bucket_count = |beamer: &Self, server: u16| {
-            beamer.owned_buckets[usize::from(server)].len() + beamer.borrowed_buckets[usize::from(server)].len()
+            beamer.owned_buckets_by_server[usize::from(server)].len()
+                + beamer.borrowed_buckets_by_server[usize::from(server)].len()
         };
         let serving_servers = self.servers_in_states(|state| state == BeamerServerState::Serving);
         let mut servers_by_bucket_count: BinaryHeap<_> = serving_servers
@@ -107,7 +108,7 @@ impl BeamerBalancers {
         for bucket in buckets {
             let Reverse((bucket_count, _, borrowing_server)) =
                 servers_by_bucket_count.pop().expect("one server always serves");
-            self.borrowed_buckets[usize::from(borrowing_server)].push(bucket);
+            self.borrowed_buckets_by_server[usize::from(borrowing_server)].push(bucket);
             self.table.assign_bucket(bucket as usize, borrowing_server);
             servers_by_bucket_count.push(Reverse(self.bucket_sort_key(bucket_count + 1, borrowing_server)));
         }
@@ -115,24 +116,24 @@ impl BeamerBalancers {
 
     fn suspend_server(&mut self, server: u16) {
         self.server_states[usize::from(server)] = BeamerServerState::Suspended;
-        let mut buckets = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
-        buckets.extend_from_slice(&self.owned_buckets[usize::from(server)]);
+        let mut buckets = std::mem::take(&mut self.borrowed_buckets_by_server[usize::from(server)]);
+        buckets.extend_from_slice(&self.owned_buckets_by_server[usize::from(server)]);
         self.lend_buckets(buckets);
     }
 
     fn resume_server(&mut self, server: u16) {
         self.server_states[usize::from(server)] = BeamerServerState::Serving;
-        for position in 0..self.owned_buckets[usize::from(server)].len() {
-            let bucket = self.owned_buckets[usize::from(server)][position];
-            self.return_bucket(bucket);
+        for position in 0..self.owned_buckets_by_server[usize::from(server)].len() {
+            let bucket = self.owned_buckets_by_server[usize::from(server)][position];
+            self.take_back_bucket(bucket);
             self.table.assign_bucket(bucket as usize, server);
         }
     }
 
     /// Takes a borrowed bucket from the server that has borrowed it.
-    fn return_bucket(&mut self, bucket: u32) {
+    fn take_back_bucket(&mut self, bucket: u32) {
         let borrowing_server = self.table.current_server(bucket as usize);
-        let borrowed_buckets = &mut self.borrowed_buckets[usize::from(borrowing_server)];
+        let borrowed_buckets = &mut self.borrowed_buckets_by_server[usize::from(borrowing_server)];
         let position =
             borrowed_buckets.iter().position(|other| *other == bucket).expect("a suspended server's buckets are lent");
         borrowed_buckets.swap_remove(position);
@@ -150,22 +151,22 @@ impl BeamerBalancers {
         }
         let was_suspended = self.is_in_state(server, BeamerServerState::Suspended);
         self.server_states[usize::from(server)] = BeamerServerState::NotInPool;
-        let borrowed_buckets = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
+        let borrowed_buckets = std::mem::take(&mut self.borrowed_buckets_by_server[usize::from(server)]);
         self.lend_buckets(borrowed_buckets);
         let pool_servers = self.servers_in_states(|state| state != BeamerServerState::NotInPool);
         let mut servers_by_bucket_count: BinaryHeap<_> = pool_servers
             .into_iter()
             .map(|pool_server| {
-                Reverse(self.bucket_sort_key(self.owned_buckets[usize::from(pool_server)].len(), pool_server))
+                Reverse(self.bucket_sort_key(self.owned_buckets_by_server[usize::from(pool_server)].len(), pool_server))
             })
             .collect();
-        for bucket in std::mem::take(&mut self.owned_buckets[usize::from(server)]) {
+        for bucket in std::mem::take(&mut self.owned_buckets_by_server[usize::from(server)]) {
             let Reverse((bucket_count, _, new_owner)) =
                 servers_by_bucket_count.pop().expect("the last server never leaves");
             if was_suspended && self.is_in_state(new_owner, BeamerServerState::Serving) {
-                self.return_bucket(bucket);
+                self.take_back_bucket(bucket);
             }
-            self.owned_buckets[usize::from(new_owner)].push(bucket);
+            self.owned_buckets_by_server[usize::from(new_owner)].push(bucket);
             match self.is_in_state(new_owner, BeamerServerState::Serving) {
                 true => self.table.assign_bucket(bucket as usize, new_owner),
                 false if was_suspended => (),
@@ -182,16 +183,16 @@ impl BeamerBalancers {
         let fair_bucket_count = self.table.len() / (other_servers.len() + 1);
         let mut servers_by_bucket_count: BinaryHeap<_> = other_servers
             .into_iter()
-            .map(|other| self.bucket_sort_key(self.owned_buckets[usize::from(other)].len(), other))
+            .map(|other| self.bucket_sort_key(self.owned_buckets_by_server[usize::from(other)].len(), other))
             .collect();
         for _ in 0..fair_bucket_count {
             let (bucket_count, _, previous_owner) = servers_by_bucket_count.pop().expect("there are other servers");
             let position = uniform_below(&mut self.rng, bucket_count as u32) as usize;
-            let bucket = self.owned_buckets[usize::from(previous_owner)].swap_remove(position);
+            let bucket = self.owned_buckets_by_server[usize::from(previous_owner)].swap_remove(position);
             if self.is_in_state(previous_owner, BeamerServerState::Suspended) {
-                self.return_bucket(bucket);
+                self.take_back_bucket(bucket);
             }
-            self.owned_buckets[usize::from(server)].push(bucket);
+            self.owned_buckets_by_server[usize::from(server)].push(bucket);
             self.table.assign_bucket(bucket as usize, server);
             servers_by_bucket_count.push(self.bucket_sort_key(bucket_count - 1, previous_owner));
         }
@@ -203,11 +204,11 @@ impl BeamerBalancers {
             if cluster.is_pool_member(server) { BeamerServerState::Serving } else { BeamerServerState::NotInPool }
         };
         self.server_states = (0..server_count as u16).map(initial_state).collect();
-        self.owned_buckets = vec![Vec::new(); server_count];
-        self.borrowed_buckets = vec![Vec::new(); server_count];
+        self.owned_buckets_by_server = vec![Vec::new(); server_count];
+        self.borrowed_buckets_by_server = vec![Vec::new(); server_count];
         for bucket in 0..self.table.len() {
             let server = cluster.pool_members()[bucket % cluster.pool_members().len()];
-            self.owned_buckets[usize::from(server)].push(bucket as u32);
+            self.owned_buckets_by_server[usize::from(server)].push(bucket as u32);
             self.table.assign_bucket(bucket, server);
         }
     }
@@ -237,14 +238,16 @@ impl LoadBalancerSet for BeamerBalancers {
     }
 
     fn on_connection_opened(&mut self, connection: &OpenConnection, cluster: &Cluster) {
-        let Some(threshold_control) = self.threshold_control.filter(|control| cluster.now >= control.suspends_from)
+        let Some(threshold_control) =
+            self.threshold_control.filter(|control| cluster.now >= control.suspension_start_time)
         else {
             return;
         };
         let server = connection.server;
         let open_connections = f64::from(cluster.open_connection_count(server));
         let another_server_serves = || self.servers_in_states(|state| state == BeamerServerState::Serving).len() > 1;
-        if open_connections > (1.0 + threshold_control.allowed_load_excess) * cluster.mean_open_connections()
+        if open_connections
+            > (1.0 + threshold_control.allowed_load_excess_fraction) * cluster.mean_connections_per_server()
             && self.is_in_state(server, BeamerServerState::Serving)
             && another_server_serves()
         {
@@ -259,7 +262,7 @@ impl LoadBalancerSet for BeamerBalancers {
             return;
         }
         let open_connections = cluster.open_connection_count(server);
-        if open_connections == 0 || f64::from(open_connections) < cluster.mean_open_connections() {
+        if open_connections == 0 || f64::from(open_connections) < cluster.mean_connections_per_server() {
             self.table.begin_table_change(cluster.now);
             self.resume_server(server);
         }

@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use coreward_model::FourTuple;
 use coreward_model::cookie::{Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys, decode_cookie, stamp_tsval};
 use coreward_model::placement::{BucketCount, PlacementRule, PlacementTable, PlacementTableState};
-use coreward_model::policy::{self, LeastPolicy, Policy, PoolServer, ServerPool};
+use coreward_model::policy::{self, LeastPolicy, PlacementPolicy, PoolServer, ServerPool};
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use super::balancer::{LoadBalancerSet, PlacedConnection};
@@ -23,16 +23,16 @@ const RNG_STREAM_COOKIE_KEYS: u64 = 203;
 const INDIRECTION_ENTRY_COUNT: usize = 128;
 
 /// Mean of the core loads (0 to 1) given to policies. It is arbitrary, because policies only use ratios of loads.
-const MEAN_CORE_LOAD: f64 = 0.5;
+const ASSUMED_MEAN_CORE_LOAD: f64 = 0.5;
 
 /// Load balancers that place connections by a policy and put the server's id into a cookie, as in Cheetah.
 pub struct CheetahBalancers {
-    policy: Box<dyn Policy>,
+    policy: Box<dyn PlacementPolicy>,
     load_info: LoadInfo,
     bucket_count: BucketCount,
     table: PlacementTable,
     /// Table state of each load balancer: its round-robin position and its counts of assigned connections.
-    placement_states: Vec<PlacementTableState>,
+    placement_states_by_balancer: Vec<PlacementTableState>,
     table_generation: u64,
     cookie_keys: FleetCookieKeys,
     time_key: CookieKey,
@@ -42,14 +42,14 @@ pub struct CheetahBalancers {
     core_connection_counts: Vec<u32>,
     /// Position of each server among the table's core slots (`least`) or members (`pow2`), or `usize::MAX` if it has
     /// none.
-    table_positions: Vec<usize>,
+    table_position_by_server: Vec<usize>,
 }
 
 impl CheetahBalancers {
     /// Creates the load balancers of a cluster. `name` must be one of [`policy::policy_names`].
     pub fn new(name: &str, config: &PccSimulationConfig, servers: usize, seed: u64) -> Self {
         let uses_current_counts = config.load_info == LoadInfo::Current && name == LEAST_POLICY_NAME;
-        let policy: Box<dyn Policy> = match uses_current_counts {
+        let policy: Box<dyn PlacementPolicy> = match uses_current_counts {
             // The counts of all servers are current, so all servers can be compared without buckets.
             true => Box::new(LeastPolicy::without_sampling(seed)),
             false => policy::create_policy_by_name(name, seed).expect("a method's policy exists"),
@@ -58,7 +58,7 @@ impl CheetahBalancers {
         let rss_key = RssKey::random(&mut seeded_rng(seed, RNG_STREAM_RSS_KEY));
         let server_rss_config = |server: usize| RssConfig {
             key: rss_key.clone(),
-            indirection_table: IndirectionTable::balanced(
+            indirection_table: IndirectionTable::draw_balanced_entries(
                 server as u64,
                 INDIRECTION_ENTRY_COUNT,
                 config.cores_per_server,
@@ -72,14 +72,14 @@ impl CheetahBalancers {
             load_info: config.load_info,
             bucket_count,
             table: PlacementTable::empty(bucket_count),
-            placement_states: vec![PlacementTableState::default(); MAX_LOAD_BALANCERS],
+            placement_states_by_balancer: vec![PlacementTableState::default(); MAX_LOAD_BALANCERS],
             table_generation: 0,
             cookie_keys: FleetCookieKeys { keys: cookie_keys, current_key_index: CookieKeyIndex::First },
             time_key: CookieKey::random(&mut rng),
             rss_configs: (0..servers).map(server_rss_config).collect(),
             cores_per_server: config.cores_per_server,
             core_connection_counts: vec![0; servers * usize::from(config.cores_per_server)],
-            table_positions: vec![usize::MAX; servers],
+            table_position_by_server: vec![usize::MAX; servers],
         }
     }
 
@@ -96,13 +96,13 @@ impl CheetahBalancers {
                 loads: Some(
                     core_connections
                         .iter()
-                        .map(|count| f64::from(*count) / mean_connections * MEAN_CORE_LOAD)
+                        .map(|count| f64::from(*count) / mean_connections * ASSUMED_MEAN_CORE_LOAD)
                         .collect::<Vec<_>>()
                         .into(),
                 ),
                 rss: Some(self.rss_configs[number].clone()),
                 // Current counts are kept up to date as the table's assigned connections instead.
-                open_connection_count: if self.uses_current_counts() {
+                open_connection_count: if self.uses_current_connection_counts() {
                     0
                 } else {
                     cluster.open_connection_count(number as u16)
@@ -116,9 +116,9 @@ impl CheetahBalancers {
         )
     }
 
-    /// Returns whether [`PlacementTableState::assigned_connection_counts`] holds the current numbers of open
+    /// Returns whether [`PlacementTableState::assigned_connections_by_core_slot`] holds the current numbers of open
     /// connections.
-    fn uses_current_counts(&self) -> bool {
+    fn uses_current_connection_counts(&self) -> bool {
         self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY_NAME
     }
 
@@ -131,27 +131,27 @@ impl CheetahBalancers {
             // These rules do not use buckets, so one bucket suffices for the next table.
             self.bucket_count = single_bucket_count();
         }
-        for state in &mut self.placement_states {
+        for state in &mut self.placement_states_by_balancer {
             let round_robin_counter = state.round_robin_counter;
             *state = PlacementTableState { round_robin_counter, ..PlacementTableState::for_table(&self.table) };
         }
         if self.load_info == LoadInfo::Current {
-            self.copy_connection_counts(cluster);
+            self.copy_connection_counts_to_table(cluster);
         }
     }
 
     /// Copies all servers' current open connection counts into the table (`pow2`) or its state (`least`).
-    fn copy_connection_counts(&mut self, cluster: &Cluster) {
-        self.table_positions.fill(usize::MAX);
-        if self.uses_current_counts() {
+    fn copy_connection_counts_to_table(&mut self, cluster: &Cluster) {
+        self.table_position_by_server.fill(usize::MAX);
+        if self.uses_current_connection_counts() {
             for (slot, core) in self.table.core_slots.iter().enumerate() {
-                self.table_positions[usize::from(core.server.get())] = slot;
-                self.placement_states[0].assigned_connection_counts[slot] =
+                self.table_position_by_server[usize::from(core.server.get())] = slot;
+                self.placement_states_by_balancer[0].assigned_connections_by_core_slot[slot] =
                     cluster.open_connection_count(core.server.get());
             }
         } else if self.table.rule == PlacementRule::PowerOfTwo {
             for (position, member) in self.table.members.iter_mut().enumerate() {
-                self.table_positions[usize::from(member.server.get())] = position;
+                self.table_position_by_server[usize::from(member.server.get())] = position;
                 member.fixed_point_load = cluster.open_connection_count(member.server.get());
             }
         }
@@ -159,7 +159,7 @@ impl CheetahBalancers {
 
     /// Copies a server's current open connection count into the table (`pow2`) or its state (`least`).
     fn update_connection_count(&mut self, server: u16, cluster: &Cluster) {
-        let position = self.table_positions[usize::from(server)];
+        let position = self.table_position_by_server[usize::from(server)];
         if position == usize::MAX {
             return;
         }
@@ -167,7 +167,10 @@ impl CheetahBalancers {
             PlacementRule::PowerOfTwo => {
                 self.table.members[position].fixed_point_load = cluster.open_connection_count(server)
             }
-            _ => self.placement_states[0].assigned_connection_counts[position] = cluster.open_connection_count(server),
+            _ => {
+                self.placement_states_by_balancer[0].assigned_connections_by_core_slot[position] =
+                    cluster.open_connection_count(server)
+            }
         }
     }
 
@@ -179,9 +182,9 @@ impl CheetahBalancers {
     /// Returns the two servers that the rule `PowerOfTwo` compares when it places a connection.
     #[cfg(test)]
     pub fn power_of_two_candidates(&self, identity: u64) -> [coreward_model::ServerId; 2] {
-        use coreward_model::placement::{draw_two_below, mix_hash};
+        use coreward_model::placement::{draw_two_numbers_below, mix_hash};
         let hash = self.table.rss_key_by_group[0].toeplitz_hash(&identity_to_four_tuple(identity).bytes());
-        let (first, second) = draw_two_below(mix_hash(hash), self.table.members.len() as u32);
+        let (first, second) = draw_two_numbers_below(mix_hash(hash), self.table.members.len() as u32);
         [first, second].map(|position| self.table.members[position as usize].server)
     }
 
@@ -214,10 +217,14 @@ impl LoadBalancerSet for CheetahBalancers {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let tuple = identity_to_four_tuple(identity);
         // With current counts, all load balancers have the same information, so one placement state serves all.
-        let load_balancer = if self.uses_current_counts() { 0 } else { cluster.select_load_balancer(identity).into() };
+        let load_balancer = if self.uses_current_connection_counts() {
+            0
+        } else {
+            cluster.select_load_balancer_by_hash(identity).into()
+        };
         let server = self
             .table
-            .select_server(&mut self.placement_states[load_balancer], &tuple)
+            .select_server(&mut self.placement_states_by_balancer[load_balancer], &tuple)
             .expect("the pool is never empty");
         let cookie = stamp_tsval(
             &self.cookie_keys,
@@ -250,7 +257,7 @@ impl LoadBalancerSet for CheetahBalancers {
     }
 
     fn uses_reports(&self) -> bool {
-        let has_current_loads = self.uses_current_counts() || self.table.rule == PlacementRule::PowerOfTwo;
+        let has_current_loads = self.uses_current_connection_counts() || self.table.rule == PlacementRule::PowerOfTwo;
         self.policy.reads_loads() && !(self.load_info == LoadInfo::Current && has_current_loads)
     }
 

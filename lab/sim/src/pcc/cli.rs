@@ -3,13 +3,14 @@
 use coreward_model::placement::BucketCount;
 
 use super::{
-    ArrivalProcess, BalancingMethod, ClusterUpdates, DEFAULT_METHOD_NAMES, LoadInfo, PccSimulationConfig, run,
+    BalancingMethod, ConnectionArrivalProcess, DEFAULT_BALANCING_METHOD_NAMES, LoadInfo, PccSimulationConfig,
+    PlannedClusterChanges, run,
 };
-use crate::output::{PrintableResult as _, ResultFormat};
+use crate::output::{PrintableResult as _, SimulationResultFormat};
 
 /// Arguments of `coreward-lab sim pcc`.
 #[derive(Debug, clap::Args)]
-pub struct PccArgs {
+pub struct PccSimulationArgs {
     /// Methods to compare, separated by commas: hash, consistent-hash, maglev, beamer[:THRESHOLD],
     /// stateful-hash[:LAYOUT], history-tag:BITS[:LAYOUT], history-tag-kept:BITS[:LAYOUT],
     /// hash-index:BITS[+TAG_BITS][:LAYOUT], cheetah:POLICY
@@ -52,26 +53,26 @@ pub struct PccArgs {
     #[arg(long, default_value_t = 1)]
     cores: u16,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
-    format: ResultFormat,
+    #[arg(long, value_enum, default_value_t = SimulationResultFormat::Text)]
+    format: SimulationResultFormat,
 }
 
 fn default_methods() -> Vec<BalancingMethod> {
-    DEFAULT_METHOD_NAMES.iter().map(|name| name.parse().expect("it exists")).collect()
+    DEFAULT_BALANCING_METHOD_NAMES.iter().map(|name| name.parse().expect("it exists")).collect()
 }
 
-impl PccArgs {
+impl PccSimulationArgs {
     /// Runs the simulation and returns its result as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let outcome = run(&PccSimulationConfig {
-            servers: self.servers,
-            arrivals: ArrivalProcess::OpenLoop { mean_open_connections: self.connections },
-            updates: ClusterUpdates::PerMinute {
+            server_count: self.servers,
+            arrivals: ConnectionArrivalProcess::OpenLoop { mean_open_connections: self.connections },
+            updates: PlannedClusterChanges::PerMinute {
                 servers: self.updates_per_minute,
                 load_balancers: self.lb_updates_per_minute,
             },
             measured_minutes: self.minutes,
-            load_balancers: self.load_balancers,
+            load_balancer_count: self.load_balancers,
             methods: self.methods,
             seed_count: self.seeds,
             load_info: self.load_info,
@@ -79,7 +80,7 @@ impl PccArgs {
             buckets_per_server: self.buckets_per_server,
             bucket_count: BucketCount::new(self.buckets)?,
             cores_per_server: self.cores,
-            records_per_second_counts: false,
+            keeps_per_second_counts: false,
         })?;
         Ok(outcome.render(self.format))
     }

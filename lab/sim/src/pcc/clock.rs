@@ -4,7 +4,7 @@
 pub type Nanoseconds = u64;
 
 /// Converts seconds to nanoseconds, rounded to the nearest integer. Negative values become 0.
-pub fn from_seconds(seconds: f64) -> Nanoseconds {
+pub fn seconds_to_nanoseconds(seconds: f64) -> Nanoseconds {
     (seconds * 1e9).round() as Nanoseconds
 }
 

@@ -6,7 +6,7 @@ use coreward_model::ServerId;
 use coreward_model::rss::uniform_below;
 
 use super::clock::Nanoseconds;
-use super::imbalance::ImbalanceTracker;
+use super::imbalance::ServerImbalanceTracker;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClusterChange {
@@ -31,26 +31,26 @@ pub struct Cluster {
     pool_members: Vec<u16>,
     is_member_by_server: Vec<bool>,
     spare_servers: VecDeque<u16>,
-    open_connection_counts: Vec<u32>,
+    open_connection_counts_by_server: Vec<u32>,
     pool_connection_count: u64,
     load_balancers: Vec<u8>,
     idle_load_balancers: VecDeque<u8>,
     /// Tracker of the imbalance between the pool's servers.
-    pub imbalance: ImbalanceTracker,
+    pub imbalance: ServerImbalanceTracker,
 }
 
 impl Cluster {
     /// Creates a cluster with these numbers of servers in the pool, servers outside it, and load balancers. Imbalance
     /// is measured from the time `start` on.
     pub fn new(servers: usize, spare_servers: usize, load_balancers: usize, start: Nanoseconds) -> Self {
-        let mut imbalance = ImbalanceTracker::starting_at(start);
+        let mut imbalance = ServerImbalanceTracker::starting_at(start);
         (0..servers).for_each(|_| imbalance.add_server(0));
         Self {
             now: 0,
             pool_members: (0..servers as u16).collect(),
             is_member_by_server: (0..servers + spare_servers).map(|server| server < servers).collect(),
             spare_servers: (servers as u16..(servers + spare_servers) as u16).collect(),
-            open_connection_counts: vec![0; servers + spare_servers],
+            open_connection_counts_by_server: vec![0; servers + spare_servers],
             pool_connection_count: 0,
             load_balancers: (0..load_balancers as u8).collect(),
             idle_load_balancers: (load_balancers as u8..MAX_LOAD_BALANCERS as u8).collect(),
@@ -67,15 +67,15 @@ impl Cluster {
     }
 
     pub fn total_server_count(&self) -> usize {
-        self.open_connection_counts.len()
+        self.open_connection_counts_by_server.len()
     }
 
     pub fn open_connection_count(&self, server: u16) -> u32 {
-        self.open_connection_counts[usize::from(server)]
+        self.open_connection_counts_by_server[usize::from(server)]
     }
 
     /// Returns the mean number of open connections per server in the pool.
-    pub fn mean_open_connections(&self) -> f64 {
+    pub fn mean_connections_per_server(&self) -> f64 {
         self.pool_connection_count as f64 / self.pool_members.len() as f64
     }
 
@@ -85,7 +85,7 @@ impl Cluster {
 
     /// Returns the load balancer that an equal-cost multi-path router selects for a connection, by hash modulo the
     /// number of load balancers. Of the methods in RFC 2992, modulo moves the most connections when the number changes.
-    pub fn select_load_balancer(&self, identity: u64) -> u8 {
+    pub fn select_load_balancer_by_hash(&self, identity: u64) -> u8 {
         self.load_balancers[(identity >> 32) as usize % self.load_balancers.len()]
     }
 
@@ -95,7 +95,7 @@ impl Cluster {
     }
 
     pub fn add_connection(&mut self, server: u16) {
-        let connection_count = &mut self.open_connection_counts[usize::from(server)];
+        let connection_count = &mut self.open_connection_counts_by_server[usize::from(server)];
         if self.is_member_by_server[usize::from(server)] {
             self.imbalance.add_connection(*connection_count);
             self.pool_connection_count += 1;
@@ -104,7 +104,7 @@ impl Cluster {
     }
 
     pub fn remove_connection(&mut self, server: u16) {
-        let connection_count = &mut self.open_connection_counts[usize::from(server)];
+        let connection_count = &mut self.open_connection_counts_by_server[usize::from(server)];
         if self.is_member_by_server[usize::from(server)] {
             self.imbalance.remove_connection(*connection_count);
             self.pool_connection_count -= 1;
@@ -175,10 +175,13 @@ mod tests {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(3, 1, 2, 0);
         [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.add_connection(server));
-        assert_eq!(cluster.mean_open_connections(), 2.0);
+        assert_eq!(cluster.mean_connections_per_server(), 2.0);
         assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng));
         let drained_server = (0..3).find(|server| !cluster.is_pool_member(*server)).unwrap();
-        assert_eq!(cluster.mean_open_connections(), f64::from(6 - cluster.open_connection_count(drained_server)) / 2.0);
+        assert_eq!(
+            cluster.mean_connections_per_server(),
+            f64::from(6 - cluster.open_connection_count(drained_server)) / 2.0
+        );
         let previous_connection_count = cluster.open_connection_count(drained_server);
         cluster.remove_connection(drained_server);
         assert_eq!(cluster.open_connection_count(drained_server), previous_connection_count - 1);
@@ -186,7 +189,7 @@ mod tests {
         assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_pool_member(3));
         assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_pool_member(drained_server));
         assert!(!cluster.apply_change(ClusterChange::AddServer, &mut rng));
-        assert_eq!(cluster.mean_open_connections(), 5.0 / 4.0);
+        assert_eq!(cluster.mean_connections_per_server(), 5.0 / 4.0);
         (0..3).for_each(|_| assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng)));
         assert!(!cluster.apply_change(ClusterChange::RemoveServer, &mut rng));
     }
@@ -198,7 +201,7 @@ mod tests {
         assert!(!cluster.apply_change(ClusterChange::RemoveLoadBalancer, &mut rng));
         assert!(cluster.apply_change(ClusterChange::AddLoadBalancer, &mut rng));
         let selected_load_balancers: std::collections::BTreeSet<u8> =
-            (0..100u64).map(|identity| cluster.select_load_balancer(identity << 32)).collect();
+            (0..100u64).map(|identity| cluster.select_load_balancer_by_hash(identity << 32)).collect();
         assert_eq!(selected_load_balancers.into_iter().collect::<Vec<_>>(), [0, 1]);
         assert!(cluster.apply_change(ClusterChange::RemoveLoadBalancer, &mut rng));
         assert_eq!(cluster.load_balancers().len(), 1);

@@ -11,7 +11,7 @@ pub struct OpenConnection {
     pub identity: u64,
     /// State that the method stores for the connection, in the load balancers or in the connection's packets.
     pub stored_state: u64,
-    pub start: Nanoseconds,
+    pub started_at: Nanoseconds,
     /// First time at which an added or removed load balancer sent the connection's packets to another server.
     pub rerouted_at: Option<Nanoseconds>,
     /// Server that received the connection's first packet.
@@ -29,10 +29,10 @@ pub struct OpenConnectionSet {
     free_slots: Vec<u32>,
     /// End times of the connections of each kind in ascending order, with their indices in `slots`.
     end_times_by_kind: Vec<VecDeque<(Nanoseconds, u32)>>,
-    kind_durations: Vec<Nanoseconds>,
+    durations_by_kind: Vec<Nanoseconds>,
     /// Earliest end time of the open connections of each kind, or [`NO_END_TIME`] if there are none.
-    next_end_times: Vec<Nanoseconds>,
-    next_ending_kind: usize,
+    next_end_times_by_kind: Vec<Nanoseconds>,
+    next_ending_kind_index: usize,
     open_connection_count: usize,
 }
 
@@ -45,9 +45,9 @@ impl OpenConnectionSet {
             slots: Vec::new(),
             free_slots: Vec::new(),
             end_times_by_kind: vec![VecDeque::new(); kinds.len()],
-            kind_durations: kinds.iter().map(|kind| kind.duration).collect(),
-            next_end_times: vec![NO_END_TIME; kinds.len()],
-            next_ending_kind: 0,
+            durations_by_kind: kinds.iter().map(|kind| kind.duration).collect(),
+            next_end_times_by_kind: vec![NO_END_TIME; kinds.len()],
+            next_ending_kind_index: 0,
             open_connection_count: 0,
         }
     }
@@ -64,7 +64,7 @@ impl OpenConnectionSet {
     /// Adds a new connection. It must not start earlier than any connection added before.
     pub fn open(&mut self, connection: OpenConnection) {
         let kind_index = usize::from(connection.kind_index);
-        let end = connection.start + self.kind_durations[kind_index];
+        let end = connection.started_at + self.durations_by_kind[kind_index];
         let slot = match self.free_slots.pop() {
             Some(slot) => {
                 self.slots[slot as usize] = Some(connection);
@@ -76,9 +76,9 @@ impl OpenConnectionSet {
             }
         };
         if self.end_times_by_kind[kind_index].is_empty() {
-            self.next_end_times[kind_index] = end;
-            if end < self.next_end_times[self.next_ending_kind] {
-                self.next_ending_kind = kind_index;
+            self.next_end_times_by_kind[kind_index] = end;
+            if end < self.next_end_times_by_kind[self.next_ending_kind_index] {
+                self.next_ending_kind_index = kind_index;
             }
         }
         self.end_times_by_kind[kind_index].push_back((end, slot));
@@ -86,15 +86,15 @@ impl OpenConnectionSet {
     }
 
     pub fn next_end_time(&self) -> Option<Nanoseconds> {
-        (self.open_connection_count > 0).then(|| self.next_end_times[self.next_ending_kind])
+        (self.open_connection_count > 0).then(|| self.next_end_times_by_kind[self.next_ending_kind_index])
     }
 
     pub fn close_next(&mut self) -> Option<OpenConnection> {
-        let kind_index = self.next_ending_kind;
+        let kind_index = self.next_ending_kind_index;
         let (_, slot) = self.end_times_by_kind[kind_index].pop_front()?;
-        self.next_end_times[kind_index] =
+        self.next_end_times_by_kind[kind_index] =
             self.end_times_by_kind[kind_index].front().map_or(NO_END_TIME, |(end, _)| *end);
-        self.next_ending_kind = index_of_minimum(&self.next_end_times);
+        self.next_ending_kind_index = index_of_minimum(&self.next_end_times_by_kind);
         self.free_slots.push(slot);
         self.open_connection_count -= 1;
         self.slots[slot as usize].take()
@@ -130,7 +130,7 @@ mod tests {
             let connection = OpenConnection {
                 identity: start,
                 stored_state: 0,
-                start,
+                started_at: start,
                 rerouted_at: None,
                 server: 0,
                 core: 0,

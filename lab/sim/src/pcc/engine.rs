@@ -2,19 +2,19 @@
 
 use super::arrivals::{ConnectionSource, settling_time};
 use super::balancer::LoadBalancerSet;
-use super::clock::{Nanoseconds, from_seconds};
+use super::clock::{Nanoseconds, seconds_to_nanoseconds};
 use super::cluster::{Cluster, ClusterChange};
 use super::connections::{OpenConnection, OpenConnectionSet};
 use super::mix::ConnectionMix;
 use super::outcome::{PccSeedResult, PerSecondCounts};
-use super::schedule::{ClusterChangeSchedule, max_size_deviation};
-use super::{ClusterUpdates, PccSimulationConfig};
+use super::schedule::{ClusterChangeSchedule, max_cluster_size_deviation};
+use super::{PccSimulationConfig, PlannedClusterChanges};
 
 /// Returns the number of servers that are outside the pool at the start.
 fn spare_server_count(config: &PccSimulationConfig) -> usize {
     match &config.updates {
-        ClusterUpdates::PerMinute { .. } => max_size_deviation(config.servers),
-        ClusterUpdates::Scheduled(changes) => {
+        PlannedClusterChanges::PerMinute { .. } => max_cluster_size_deviation(config.server_count),
+        PlannedClusterChanges::Scheduled(changes) => {
             changes.iter().filter(|(_, change)| *change == ClusterChange::AddServer).count()
         }
     }
@@ -22,10 +22,10 @@ fn spare_server_count(config: &PccSimulationConfig) -> usize {
 
 /// Returns the total number of servers in a simulation, whether they are in the pool or not.
 pub fn total_server_count(config: &PccSimulationConfig) -> usize {
-    config.servers + spare_server_count(config)
+    config.server_count + spare_server_count(config)
 }
 
-pub fn simulate<B: LoadBalancerSet>(
+pub fn simulate_one_seed<B: LoadBalancerSet>(
     config: &PccSimulationConfig,
     mix: &ConnectionMix,
     seed: u64,
@@ -51,13 +51,17 @@ struct PccSimulation<'a, B> {
 impl<'a, B: LoadBalancerSet> PccSimulation<'a, B> {
     fn new(config: &PccSimulationConfig, mix: &'a ConnectionMix, seed: u64, mut balancer: B) -> Self {
         let warm_up_duration = settling_time(&config.arrivals, mix);
-        let end_time = warm_up_duration + from_seconds(config.measured_minutes * 60.0);
-        let cluster = Cluster::new(config.servers, spare_server_count(config), config.load_balancers, warm_up_duration);
+        let end_time = warm_up_duration + seconds_to_nanoseconds(config.measured_minutes * 60.0);
+        let cluster =
+            Cluster::new(config.server_count, spare_server_count(config), config.load_balancer_count, warm_up_duration);
         balancer.on_servers_changed(&cluster);
         let report_interval = config.report_interval_ms * 1_000_000;
         let second_count = (config.measured_minutes * 60.0).ceil() as usize;
         let per_second_counts =
-            vec![PerSecondCounts { pool_servers: config.servers, ..PerSecondCounts::default() }; second_count];
+            vec![
+                PerSecondCounts { pool_server_count: config.server_count, ..PerSecondCounts::default() };
+                second_count
+            ];
         Self {
             mix,
             next_report_at: balancer.uses_reports().then_some(report_interval),
@@ -70,7 +74,7 @@ impl<'a, B: LoadBalancerSet> PccSimulation<'a, B> {
             warm_up_duration,
             end_time,
             seed_result: PccSeedResult {
-                per_second_counts: if config.records_per_second_counts { per_second_counts } else { Vec::new() },
+                per_second_counts: if config.keeps_per_second_counts { per_second_counts } else { Vec::new() },
                 ..PccSeedResult::default()
             },
         }
@@ -110,7 +114,7 @@ impl<'a, B: LoadBalancerSet> PccSimulation<'a, B> {
         let connection = OpenConnection {
             identity,
             stored_state: placement.stored_state,
-            start: self.cluster.now,
+            started_at: self.cluster.now,
             rerouted_at: None,
             server: placement.server,
             core: placement.core,
@@ -134,7 +138,7 @@ impl<'a, B: LoadBalancerSet> PccSimulation<'a, B> {
             Some(broken_at) => {
                 self.seed_result.broken_connections += 1;
                 if !self.seed_result.per_second_counts.is_empty() {
-                    let break_noticed_at = self.break_notice_time(&connection, broken_at);
+                    let break_noticed_at = self.client_notice_time(&connection, broken_at);
                     self.update_per_second_counts(break_noticed_at, |second| second.broken_connections += 1);
                 }
             }
@@ -155,7 +159,7 @@ impl<'a, B: LoadBalancerSet> PccSimulation<'a, B> {
         }
         let server_count = self.cluster.pool_members().len();
         if self.cluster.now >= self.warm_up_duration {
-            self.seed_result.update_count += 1;
+            self.seed_result.cluster_update_count += 1;
         }
         if server_count != previous_server_count {
             let first_second =
@@ -164,18 +168,18 @@ impl<'a, B: LoadBalancerSet> PccSimulation<'a, B> {
                 .per_second_counts
                 .iter_mut()
                 .skip(first_second)
-                .for_each(|second| second.pool_servers = server_count);
+                .for_each(|second| second.pool_server_count = server_count);
         }
     }
 
     /// Returns the time at which the client notices that the connection is broken. This is its next acknowledgement, at
     /// the latest the connection's regular end.
-    fn break_notice_time(&self, connection: &OpenConnection, broken_at: Nanoseconds) -> Nanoseconds {
+    fn client_notice_time(&self, connection: &OpenConnection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind_index)];
         let packet_count = u128::from(kind.packet_count);
-        let elapsed_ns = u128::from(broken_at - connection.start);
+        let elapsed_ns = u128::from(broken_at - connection.started_at);
         let next_packet_number = (elapsed_ns * packet_count).div_ceil(kind.duration.into());
-        connection.start + (next_packet_number * u128::from(kind.duration) / packet_count) as Nanoseconds
+        connection.started_at + (next_packet_number * u128::from(kind.duration) / packet_count) as Nanoseconds
     }
 
     fn update_per_second_counts(&mut self, time: Nanoseconds, update: impl FnOnce(&mut PerSecondCounts)) {
@@ -188,13 +192,13 @@ impl<'a, B: LoadBalancerSet> PccSimulation<'a, B> {
     }
 
     fn into_result(mut self) -> PccSeedResult {
-        self.seed_result.mean_imbalance = self.cluster.imbalance.average_imbalance();
+        self.seed_result.mean_connection_imbalance = self.cluster.imbalance.average_imbalance();
         self.seed_result.open_connections_at_end = self.connections.len();
         if !self.seed_result.per_second_counts.is_empty() {
             // Connections that are still open may have been broken within a reported second.
             while let Some(connection) = self.connections.close_next() {
                 if let Some(broken_at) = self.balancer.first_break_time(&connection, &self.cluster) {
-                    let break_noticed_at = self.break_notice_time(&connection, broken_at);
+                    let break_noticed_at = self.client_notice_time(&connection, broken_at);
                     self.update_per_second_counts(break_noticed_at, |second| second.broken_connections += 1);
                 }
             }

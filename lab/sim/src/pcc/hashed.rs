@@ -10,10 +10,10 @@ use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, server_id};
 use super::connections::{OpenConnection, OpenConnectionSet};
-use super::method::HashLayout;
+use super::method::HashBucketLayout;
 
 /// Returns the smallest power of two that gives every server at least `buckets_per_server` buckets.
-pub fn bucket_count(servers: usize, buckets_per_server: u32) -> usize {
+pub fn bucket_count_for_servers(servers: usize, buckets_per_server: u32) -> usize {
     (servers * buckets_per_server as usize).next_power_of_two()
 }
 
@@ -23,37 +23,37 @@ const MAGLEV_BUCKETS_PER_SERVER: usize = 100;
 /// Larger of the table sizes in Maglev's paper (NSDI'16, Sect. 5.3), for pools that are too large for the smaller one.
 const MAGLEV_LARGE_TABLE_SIZE: usize = 655_373;
 
-impl HashLayout {
+impl HashBucketLayout {
     /// Returns the number of buckets of a table with this layout.
     pub fn table_size(self, servers: usize, buckets_per_server: u32) -> usize {
         match self {
-            HashLayout::Striped | HashLayout::Ring => bucket_count(servers, buckets_per_server),
-            HashLayout::Maglev if servers * MAGLEV_BUCKETS_PER_SERVER <= MAGLEV_PAPER_SIZE => MAGLEV_PAPER_SIZE,
-            HashLayout::Maglev => MAGLEV_LARGE_TABLE_SIZE,
+            HashBucketLayout::Striped | HashBucketLayout::Ring => bucket_count_for_servers(servers, buckets_per_server),
+            HashBucketLayout::Maglev if servers * MAGLEV_BUCKETS_PER_SERVER <= MAGLEV_PAPER_SIZE => MAGLEV_PAPER_SIZE,
+            HashBucketLayout::Maglev => MAGLEV_LARGE_TABLE_SIZE,
         }
     }
 
     /// Returns the server of each bucket, as an index into `servers`.
-    pub fn server_indices(self, servers: &[ServerId], table_size: usize) -> Vec<usize> {
+    pub fn server_index_by_bucket(self, servers: &[ServerId], table_size: usize) -> Vec<usize> {
         match self {
-            HashLayout::Striped => modulo_table(servers.len(), table_size),
-            HashLayout::Ring => ring_table(servers, table_size),
-            HashLayout::Maglev => maglev_table(servers, table_size),
+            HashBucketLayout::Striped => modulo_table(servers.len(), table_size),
+            HashBucketLayout::Ring => ring_table(servers, table_size),
+            HashBucketLayout::Maglev => maglev_table(servers, table_size),
         }
     }
 }
 
 /// Stateless hashing, which sends every packet to the server that currently has the bucket of the packet's hash.
 #[derive(Debug)]
-pub struct StatelessHashing {
-    layout: HashLayout,
+pub struct StatelessHashingBalancers {
+    layout: HashBucketLayout,
     table: BucketTable,
 }
 
-impl StatelessHashing {
-    pub fn new(layout: HashLayout, config: &PccSimulationConfig) -> Self {
-        let table_size = layout.table_size(config.servers, config.buckets_per_server);
-        Self { layout, table: BucketTable::new(table_size, false, config.records_per_second_counts) }
+impl StatelessHashingBalancers {
+    pub fn new(layout: HashBucketLayout, config: &PccSimulationConfig) -> Self {
+        let table_size = layout.table_size(config.server_count, config.buckets_per_server);
+        Self { layout, table: BucketTable::new(table_size, false, config.keeps_per_second_counts) }
     }
 
     /// Returns the server to which the connection's packets currently go.
@@ -62,7 +62,7 @@ impl StatelessHashing {
     }
 }
 
-impl LoadBalancerSet for StatelessHashing {
+impl LoadBalancerSet for StatelessHashingBalancers {
     fn place_connection(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
         PlacedConnection {
             server: self.server_for_connection(identity),
@@ -74,7 +74,7 @@ impl LoadBalancerSet for StatelessHashing {
     fn on_servers_changed(&mut self, cluster: &Cluster) {
         let ids: Vec<ServerId> = cluster.pool_members().iter().copied().map(server_id).collect();
         self.table.begin_table_change(cluster.now);
-        for (bucket, position) in self.layout.server_indices(&ids, self.table.len()).into_iter().enumerate() {
+        for (bucket, position) in self.layout.server_index_by_bucket(&ids, self.table.len()).into_iter().enumerate() {
             self.table.assign_bucket(bucket, cluster.pool_members()[position]);
         }
     }
@@ -88,14 +88,14 @@ impl LoadBalancerSet for StatelessHashing {
 /// server of every connection that it has processed, and hashes the packets of other connections. A connection's stored
 /// state has a bit for each load balancer that stores the connection.
 #[derive(Debug)]
-pub struct StatefulHashing {
-    fallback_hashing: StatelessHashing,
+pub struct StatefulHashingBalancers {
+    fallback_hashing: StatelessHashingBalancers,
     load_balancer_mask: u64,
 }
 
-impl StatefulHashing {
-    pub fn new(layout: HashLayout, config: &PccSimulationConfig) -> Self {
-        Self { fallback_hashing: StatelessHashing::new(layout, config), load_balancer_mask: 0 }
+impl StatefulHashingBalancers {
+    pub fn new(layout: HashBucketLayout, config: &PccSimulationConfig) -> Self {
+        Self { fallback_hashing: StatelessHashingBalancers::new(layout, config), load_balancer_mask: 0 }
     }
 
     /// Returns the server to which a load balancer sends the connection's packets if it has no entry for the
@@ -106,20 +106,20 @@ impl StatefulHashing {
     }
 }
 
-fn load_balancer_bits(load_balancers: &[u8]) -> u64 {
+fn build_load_balancer_mask(load_balancers: &[u8]) -> u64 {
     load_balancers.iter().fold(0, |bits, load_balancer| bits | 1 << load_balancer)
 }
 
-impl LoadBalancerSet for StatefulHashing {
+impl LoadBalancerSet for StatefulHashingBalancers {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         PlacedConnection {
-            stored_state: 1 << cluster.select_load_balancer(identity),
+            stored_state: 1 << cluster.select_load_balancer_by_hash(identity),
             ..self.fallback_hashing.place_connection(identity, cluster)
         }
     }
 
     fn on_servers_changed(&mut self, cluster: &Cluster) {
-        self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
+        self.load_balancer_mask = build_load_balancer_mask(cluster.load_balancers());
         self.fallback_hashing.on_servers_changed(cluster);
     }
 
@@ -127,12 +127,12 @@ impl LoadBalancerSet for StatefulHashing {
     /// server if the new load balancer also hashes it there.
     fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut OpenConnectionSet) {
         // A load balancer that stops or restarts loses its connection table.
-        let surviving_mask = self.load_balancer_mask & load_balancer_bits(cluster.load_balancers());
-        self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
+        let surviving_mask = self.load_balancer_mask & build_load_balancer_mask(cluster.load_balancers());
+        self.load_balancer_mask = build_load_balancer_mask(cluster.load_balancers());
         let fallback = &self.fallback_hashing;
         for connection in connections.iter_mut().filter(|connection| connection.rerouted_at.is_none()) {
             connection.stored_state &= surviving_mask;
-            let current_bit = 1 << cluster.select_load_balancer(connection.identity);
+            let current_bit = 1 << cluster.select_load_balancer_by_hash(connection.identity);
             if connection.stored_state & current_bit == 0 {
                 connection.stored_state |= current_bit;
                 if fallback.server_for_connection(connection.identity) != connection.server {

@@ -5,12 +5,12 @@ use super::clock::Nanoseconds;
 
 /// Tracker of the imbalance between the servers' connection counts. It processes every change in constant time.
 #[derive(Debug)]
-pub struct ImbalanceTracker {
+pub struct ServerImbalanceTracker {
     /// Histogram of the servers' connection counts: the number of servers with n connections at index n.
-    server_histogram: Vec<u32>,
+    servers_by_connection_count: Vec<u32>,
     server_count: u64,
     connection_count: u64,
-    max_connections: usize,
+    max_connections_per_server: usize,
     updated_at: Nanoseconds,
     /// Integral of the imbalance (max/mean) over `time_with_connections_ns`, the time with at least one connection
     /// (ns).
@@ -18,14 +18,14 @@ pub struct ImbalanceTracker {
     time_with_connections_ns: f64,
 }
 
-impl ImbalanceTracker {
+impl ServerImbalanceTracker {
     /// Returns a tracker without servers, which measures from the time `start` on.
     pub fn starting_at(start: Nanoseconds) -> Self {
         Self {
-            server_histogram: vec![0],
+            servers_by_connection_count: vec![0],
             server_count: 0,
             connection_count: 0,
-            max_connections: 0,
+            max_connections_per_server: 0,
             updated_at: start,
             imbalance_integral: 0.0,
             time_with_connections_ns: 0.0,
@@ -48,7 +48,7 @@ impl ImbalanceTracker {
 
     /// Returns the current imbalance (max/mean). There must be at least one connection.
     fn current_imbalance(&self) -> f64 {
-        (self.max_connections as u64 * self.server_count) as f64 / self.connection_count as f64
+        (self.max_connections_per_server as u64 * self.server_count) as f64 / self.connection_count as f64
     }
 
     /// Returns the imbalance (max/mean), averaged over the time with connections, or 1.0 if there were none.
@@ -84,17 +84,19 @@ impl ImbalanceTracker {
     }
 
     fn add_to_histogram(&mut self, connection_count: usize) {
-        if connection_count >= self.server_histogram.len() {
-            self.server_histogram.resize(connection_count + 1, 0);
+        if connection_count >= self.servers_by_connection_count.len() {
+            self.servers_by_connection_count.resize(connection_count + 1, 0);
         }
-        self.server_histogram[connection_count] += 1;
-        self.max_connections = self.max_connections.max(connection_count);
+        self.servers_by_connection_count[connection_count] += 1;
+        self.max_connections_per_server = self.max_connections_per_server.max(connection_count);
     }
 
     fn remove_from_histogram(&mut self, connection_count: usize) {
-        self.server_histogram[connection_count] -= 1;
-        while self.max_connections > 0 && self.server_histogram[self.max_connections] == 0 {
-            self.max_connections -= 1;
+        self.servers_by_connection_count[connection_count] -= 1;
+        while self.max_connections_per_server > 0
+            && self.servers_by_connection_count[self.max_connections_per_server] == 0
+        {
+            self.max_connections_per_server -= 1;
         }
     }
 }
@@ -108,7 +110,7 @@ mod tests {
     #[test]
     fn tracked_imbalance_equals_recomputed_imbalance() {
         let mut rng = seeded_rng(1, 0);
-        let mut imbalance = ImbalanceTracker::starting_at(1_000);
+        let mut imbalance = ServerImbalanceTracker::starting_at(1_000);
         let mut connection_counts: Vec<Option<u32>> = vec![None; 8];
         let (mut imbalance_integral, mut measured_time) = (0.0, 0.0);
         for step in 1..5_000u64 {
@@ -149,7 +151,7 @@ mod tests {
 
     #[test]
     fn pool_without_connections_has_no_imbalance() {
-        let mut imbalance = ImbalanceTracker::starting_at(0);
+        let mut imbalance = ServerImbalanceTracker::starting_at(0);
         imbalance.add_server(0);
         imbalance.advance_to(100);
         assert_eq!(imbalance.average_imbalance(), 1.0);

@@ -11,7 +11,7 @@ use crate::names::UnknownName;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum BalancingMethod {
     /// Table of buckets that depends only on the servers in the pool (`hash`, `consistent-hash` or `maglev`).
-    Hashed(HashLayout),
+    Hashed(HashBucketLayout),
     /// Stable hashing with daisy chaining (`beamer[:THRESHOLD]`). A server whose load exceeds (1 + threshold) x the
     /// mean receives no new connections until its load is below the mean.
     Beamer {
@@ -19,24 +19,24 @@ pub enum BalancingMethod {
         threshold: Option<f64>,
     },
     /// Connection table in each load balancer, in front of a table of buckets (`stateful-hash[:LAYOUT]`).
-    Stateful(HashLayout),
+    Stateful(HashBucketLayout),
     /// Cookie with a tag for one of the recent pool configurations, by which the connection's packets are hashed
     /// (`history-tag[-kept]:BITS[:LAYOUT]`).
     HistoryTag {
-        /// Number of bits in the tag, from 0 to [`MAX_TAG_BITS`].
+        /// Number of bits in the tag, from 0 to [`MAX_HISTORY_TAG_BITS`].
         tag_bits: u8,
         /// Whether an open connection receives a newer tag when that tag also leads to its server.
         renews_tags: bool,
-        layout: HashLayout,
+        layout: HashBucketLayout,
     },
     /// Cookie with the index of one of several hash functions (`hash-index:BITS[+TAG_BITS][:LAYOUT]`). When the
     /// connection began, this function led to the least loaded server.
     HashIndex {
-        /// Number of bits in the index, from 0 to [`MAX_INDEX_BITS`].
+        /// Number of bits in the index, from 0 to [`MAX_HASH_INDEX_BITS`].
         index_bits: u8,
-        /// Number of bits in an additional tag, as in `history-tag`, from 0 to [`MAX_TAG_BITS`].
+        /// Number of bits in an additional tag, as in `history-tag`, from 0 to [`MAX_HISTORY_TAG_BITS`].
         tag_bits: u8,
-        layout: HashLayout,
+        layout: HashBucketLayout,
     },
     /// Cookie with the id of the connection's server, which a policy of the load balancer has chosen
     /// (`cheetah:POLICY`).
@@ -47,13 +47,13 @@ pub enum BalancingMethod {
 }
 
 /// Maximum number of bits in a cookie's history tag. Tag and hash index together must fit into the cookie's 16 bits.
-pub const MAX_TAG_BITS: u8 = 12;
+pub const MAX_HISTORY_TAG_BITS: u8 = 12;
 /// Maximum number of bits in a cookie's hash index, which allows 16 hash functions.
-pub const MAX_INDEX_BITS: u8 = 4;
+pub const MAX_HASH_INDEX_BITS: u8 = 4;
 
 /// Rule by which a table assigns its buckets to servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HashLayout {
+pub enum HashBucketLayout {
     /// Bucket i belongs to server i modulo the number of servers (`hash`).
     Striped,
     /// Each bucket belongs to the server of the next point on a ring (`consistent-hash`).
@@ -62,14 +62,15 @@ pub enum HashLayout {
     Maglev,
 }
 
-const HASH_LAYOUTS: [HashLayout; 3] = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev];
+const HASH_LAYOUTS: [HashBucketLayout; 3] =
+    [HashBucketLayout::Striped, HashBucketLayout::Ring, HashBucketLayout::Maglev];
 
-impl HashLayout {
+impl HashBucketLayout {
     fn name(self) -> &'static str {
         match self {
-            HashLayout::Striped => "hash",
-            HashLayout::Ring => "consistent-hash",
-            HashLayout::Maglev => "maglev",
+            HashBucketLayout::Striped => "hash",
+            HashBucketLayout::Ring => "consistent-hash",
+            HashBucketLayout::Maglev => "maglev",
         }
     }
 
@@ -78,12 +79,12 @@ impl HashLayout {
     }
 
     fn parse_name(name: &str) -> Result<Self, UnknownName> {
-        Self::from_name(name).ok_or_else(|| UnknownName::new("layout", name, HASH_LAYOUTS.map(HashLayout::name)))
+        Self::from_name(name).ok_or_else(|| UnknownName::new("layout", name, HASH_LAYOUTS.map(HashBucketLayout::name)))
     }
 
     /// Returns the layout as the last parameter in a method's name, or an empty text for the default, `hash`.
     fn method_name_suffix(self) -> String {
-        if self == HashLayout::Striped { String::new() } else { format!(":{}", self.name()) }
+        if self == HashBucketLayout::Striped { String::new() } else { format!(":{}", self.name()) }
     }
 }
 
@@ -107,14 +108,14 @@ pub enum BalancingMethodError {
         name = .0.split(':').next().unwrap_or_default(),
         max = if .0.starts_with(HASH_INDEX_NAME) { "4, +TAG_BITS from 0 to 12 optionally" } else { "12" }
     )]
-    InvalidBits(String),
+    InvalidBitCount(String),
     /// A method that takes no parameter has one.
     #[error("method {0:?}: it takes no parameter")]
     UnexpectedParameter(String),
 }
 
 /// Syntax of all methods with their parameters.
-const METHOD_SYNTAX: [&str; 11] = [
+const BALANCING_METHOD_SYNTAX: [&str; 11] = [
     "hash",
     "consistent-hash",
     "maglev",
@@ -133,14 +134,14 @@ const HISTORY_TAG_KEPT_NAME: &str = "history-tag-kept";
 const HASH_INDEX_NAME: &str = "hash-index";
 
 /// Splits `BITS[:LAYOUT]` into the text before the colon and the layout.
-fn parse_bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), BalancingMethodError> {
+fn parse_bits_and_layout(parameter: &str) -> Result<(&str, HashBucketLayout), BalancingMethodError> {
     match parameter.split_once(':') {
-        None => Ok((parameter, HashLayout::Striped)),
-        Some((bits, layout)) => Ok((bits, HashLayout::parse_name(layout)?)),
+        None => Ok((parameter, HashBucketLayout::Striped)),
+        Some((bits, layout)) => Ok((bits, HashBucketLayout::parse_name(layout)?)),
     }
 }
 
-fn parse_bits(max_bits: u8, text: &str) -> Option<u8> {
+fn parse_bit_count(max_bits: u8, text: &str) -> Option<u8> {
     text.parse().ok().filter(|bits| *bits <= max_bits)
 }
 
@@ -158,20 +159,21 @@ impl FromStr for BalancingMethod {
                 let threshold = threshold.ok_or_else(|| BalancingMethodError::InvalidThreshold(text.to_owned()))?;
                 Ok(BalancingMethod::Beamer { threshold: Some(threshold) })
             }
-            ("stateful-hash", None) => Ok(BalancingMethod::Stateful(HashLayout::Striped)),
-            ("stateful-hash", Some(layout)) => Ok(BalancingMethod::Stateful(HashLayout::parse_name(layout)?)),
+            ("stateful-hash", None) => Ok(BalancingMethod::Stateful(HashBucketLayout::Striped)),
+            ("stateful-hash", Some(layout)) => Ok(BalancingMethod::Stateful(HashBucketLayout::parse_name(layout)?)),
             (HISTORY_TAG_NAME | HISTORY_TAG_KEPT_NAME, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
-                let bits = parse_bits(MAX_TAG_BITS, bits)
-                    .ok_or_else(|| BalancingMethodError::InvalidBits(method_text.to_owned()))?;
+                let bits = parse_bit_count(MAX_HISTORY_TAG_BITS, bits)
+                    .ok_or_else(|| BalancingMethodError::InvalidBitCount(method_text.to_owned()))?;
                 Ok(BalancingMethod::HistoryTag { tag_bits: bits, renews_tags: name == HISTORY_TAG_NAME, layout })
             }
             (HASH_INDEX_NAME, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
                 let (bits, tag_bits) = bits.split_once('+').unwrap_or((bits, "0"));
-                let parsed_bits = parse_bits(MAX_INDEX_BITS, bits).zip(parse_bits(MAX_TAG_BITS, tag_bits));
+                let parsed_bits =
+                    parse_bit_count(MAX_HASH_INDEX_BITS, bits).zip(parse_bit_count(MAX_HISTORY_TAG_BITS, tag_bits));
                 let (bits, tag_bits) =
-                    parsed_bits.ok_or_else(|| BalancingMethodError::InvalidBits(method_text.to_owned()))?;
+                    parsed_bits.ok_or_else(|| BalancingMethodError::InvalidBitCount(method_text.to_owned()))?;
                 Ok(BalancingMethod::HashIndex { index_bits: bits, tag_bits, layout })
             }
             ("cheetah", None) => Err(BalancingMethodError::MissingPolicy),
@@ -181,10 +183,10 @@ impl FromStr for BalancingMethod {
                     known_policy.ok_or_else(|| UnknownName::new("policy", requested_policy, policy::policy_names()))?;
                 Ok(BalancingMethod::Cheetah { policy })
             }
-            (name, parameter) => match (HashLayout::from_name(name), parameter) {
+            (name, parameter) => match (HashBucketLayout::from_name(name), parameter) {
                 (Some(layout), None) => Ok(BalancingMethod::Hashed(layout)),
                 (Some(_), Some(_)) => Err(BalancingMethodError::UnexpectedParameter(method_text.to_owned())),
-                (None, _) => Err(UnknownName::new("method", method_text, METHOD_SYNTAX).into()),
+                (None, _) => Err(UnknownName::new("method", method_text, BALANCING_METHOD_SYNTAX).into()),
             },
         }
     }

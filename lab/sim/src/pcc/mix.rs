@@ -51,7 +51,7 @@ const WEB_SERVER_CONNECTIONS: [(u64, f64, u16); 33] = [
 ];
 
 /// Number of bytes that the experiment's server sends in each write (`includes/httpserver.py`).
-const BYTES_PER_PACKET: f64 = 125.0;
+const RESPONSE_BYTES_PER_PACKET: f64 = 125.0;
 
 #[derive(Debug, Clone)]
 pub struct ConnectionMix {
@@ -65,7 +65,7 @@ impl ConnectionMix {
     pub fn for_web_server() -> Self {
         let to_connection_kind = |(microseconds, bytes, _): &(u64, f64, u16)| ConnectionKind {
             duration: microseconds * 1_000,
-            packet_count: ((bytes / BYTES_PER_PACKET) as u32).max(1),
+            packet_count: ((bytes / RESPONSE_BYTES_PER_PACKET) as u32).max(1),
         };
         let indexed_entries = WEB_SERVER_CONNECTIONS.iter().enumerate();
         let weighted_kind_indices = indexed_entries
@@ -77,7 +77,10 @@ impl ConnectionMix {
     /// Returns a mix whose connections all last `seconds`.
     #[cfg(test)]
     pub fn with_constant_duration(seconds: f64) -> Self {
-        Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packet_count: 1 }], vec![0])
+        Self::new(
+            vec![ConnectionKind { duration: super::clock::seconds_to_nanoseconds(seconds), packet_count: 1 }],
+            vec![0],
+        )
     }
 
     fn new(kinds: Vec<ConnectionKind>, weighted_kind_indices: Vec<u8>) -> Self {
@@ -114,7 +117,7 @@ impl ConnectionMix {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pcc::clock::from_seconds;
+    use crate::pcc::clock::seconds_to_nanoseconds;
 
     #[test]
     fn web_server_mix_equals_the_published_one() {
@@ -122,7 +125,10 @@ mod tests {
         assert_eq!(mix.weighted_kind_indices().len(), 908);
         // The expected values are those of the file. Its mean size is 6.2 KB.
         assert!((mix.mean_duration_ns() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration_ns());
-        assert_eq!(mix.kinds()[usize::from(mix.weighted_kind_indices()[454])].duration, from_seconds(0.544234));
+        assert_eq!(
+            mix.kinds()[usize::from(mix.weighted_kind_indices()[454])].duration,
+            seconds_to_nanoseconds(0.544234)
+        );
         assert_eq!(mix.longest_duration(), 150_403_355_000);
         let bytes: f64 = WEB_SERVER_CONNECTIONS.iter().map(|(_, bytes, weight)| bytes * f64::from(*weight)).sum();
         assert!((bytes / 908.0 - 6_200.0).abs() < 50.0, "{}", bytes / 908.0);

@@ -14,11 +14,11 @@ pub struct PccSeedResult {
     /// Number of connections that ended after the warm-up and had been broken.
     pub broken_connections: u64,
     /// Imbalance (max/mean) between the servers' connection counts, averaged over time.
-    pub mean_imbalance: f64,
+    pub mean_connection_imbalance: f64,
     /// Number of server and load balancer changes after the warm-up.
-    pub update_count: u64,
+    pub cluster_update_count: u64,
     pub open_connections_at_end: usize,
-    /// Results of each second after the warm-up. Empty unless [`super::PccSimulationConfig::records_per_second_counts`]
+    /// Results of each second after the warm-up. Empty unless [`super::PccSimulationConfig::keeps_per_second_counts`]
     /// is set.
     pub per_second_counts: Vec<PerSecondCounts>,
 }
@@ -31,7 +31,7 @@ pub struct PerSecondCounts {
     /// Number of connections whose clients noticed in this second that they were broken.
     pub broken_connections: u64,
     /// Number of servers in the pool at the end of the second.
-    pub pool_servers: usize,
+    pub pool_server_count: usize,
 }
 
 impl PccSeedResult {
@@ -54,7 +54,7 @@ impl PerSecondCounts {
 
 /// Results of one method, summarized over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct MethodOutcome {
+pub struct BalancingMethodOutcome {
     pub method: BalancingMethod,
     /// Percentage of connections that were mapped to two or more servers between their start and end.
     pub broken_pct: SeedSummary,
@@ -69,7 +69,7 @@ pub struct MethodOutcome {
     pub runs: Vec<PccSeedResult>,
 }
 
-impl MethodOutcome {
+impl BalancingMethodOutcome {
     /// Summarizes the results of all seeds. There must be at least one.
     pub(super) fn new(method: BalancingMethod, runs: Vec<PccSeedResult>) -> Self {
         let summarize = |to_value: fn(&PccSeedResult) -> f64| {
@@ -78,9 +78,9 @@ impl MethodOutcome {
         Self {
             method,
             broken_pct: summarize(PccSeedResult::broken_connection_pct),
-            imbalance: summarize(|run| run.mean_imbalance),
+            imbalance: summarize(|run| run.mean_connection_imbalance),
             connections: runs.iter().map(|run| run.ended_connections).sum(),
-            updates: runs.iter().map(|run| run.update_count).sum(),
+            updates: runs.iter().map(|run| run.cluster_update_count).sum(),
             runs,
         }
     }
@@ -90,7 +90,7 @@ impl MethodOutcome {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PccSimulationOutcome {
     /// Results of each method, in the order of [`super::PccSimulationConfig::methods`].
-    pub methods: Vec<MethodOutcome>,
+    pub methods: Vec<BalancingMethodOutcome>,
 }
 
 impl PrintableResult for PccSimulationOutcome {
@@ -109,7 +109,7 @@ impl PrintableResult for PccSimulationOutcome {
     }
 
     fn table_rows(&self) -> Vec<Vec<String>> {
-        let format_method_row = |outcome: &MethodOutcome| {
+        let format_method_row = |outcome: &BalancingMethodOutcome| {
             let format_pct = |value: f64| format!("{value:.3}");
             let format_ratio = |value: f64| format!("{value:.4}");
             let (broken, imbalance) = (outcome.broken_pct, outcome.imbalance);

@@ -12,11 +12,11 @@ use super::cheetah::CheetahBalancers;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, server_id};
 use super::connections::{OpenConnection, OpenConnectionSet};
-use super::engine::{simulate, total_server_count};
-use super::hashed::{StatefulHashing, StatelessHashing};
+use super::engine::{simulate_one_seed, total_server_count};
+use super::hashed::{StatefulHashingBalancers, StatelessHashingBalancers};
 use super::mix::ConnectionMix;
 use super::small_cookies::{SmallCookieBalancers, SmallCookieFields};
-use super::{ArrivalProcess, ClusterUpdates, HashLayout, PccSeedResult, PccSimulationConfig};
+use super::{ConnectionArrivalProcess, HashBucketLayout, PccSeedResult, PccSimulationConfig, PlannedClusterChanges};
 
 /// Reference model of the network, which determines the server that a connection's packets reach.
 trait ReferenceNetwork<B> {
@@ -27,27 +27,29 @@ trait ReferenceNetwork<B> {
     fn begin_connection(&mut self, connection: &OpenConnection, cluster: &Cluster);
 
     /// Sends a packet of the connection through the model, and returns the server that it reaches.
-    fn send_packet(&mut self, connection: &OpenConnection, balancer: &B, cluster: &Cluster) -> u16;
+    fn route_packet_to_server(&mut self, connection: &OpenConnection, balancer: &B, cluster: &Cluster) -> u16;
 }
 
 /// Balancer that is checked against a reference model. After every change, it also sends a packet of each open
 /// connection through the model.
 struct CheckedBalancer<B, N> {
     balancer: B,
-    network: N,
+    reference_network: N,
     /// Open connections by identity, each with the first time at which its packets reached another server, if any.
-    open_connections: BTreeMap<u64, (OpenConnection, Option<Nanoseconds>)>,
+    connections_and_break_times: BTreeMap<u64, (OpenConnection, Option<Nanoseconds>)>,
 }
 
 impl<B: LoadBalancerSet, N: ReferenceNetwork<B>> CheckedBalancer<B, N> {
-    fn new(balancer: B, network: N) -> Self {
-        Self { balancer, network, open_connections: BTreeMap::new() }
+    fn new(balancer: B, reference_network: N) -> Self {
+        Self { balancer, reference_network, connections_and_break_times: BTreeMap::new() }
     }
 
     fn send_packet_on_each_connection(&mut self, cluster: &Cluster) {
-        self.network.update_tables(&self.balancer, cluster);
-        for (connection, broken_at) in self.open_connections.values_mut().filter(|(_, broken)| broken.is_none()) {
-            if self.network.send_packet(connection, &self.balancer, cluster) != connection.server {
+        self.reference_network.update_tables(&self.balancer, cluster);
+        for (connection, broken_at) in
+            self.connections_and_break_times.values_mut().filter(|(_, broken)| broken.is_none())
+        {
+            if self.reference_network.route_packet_to_server(connection, &self.balancer, cluster) != connection.server {
                 *broken_at = Some(cluster.now);
             }
         }
@@ -62,14 +64,14 @@ impl<B: LoadBalancerSet, N: ReferenceNetwork<B>> LoadBalancerSet for CheckedBala
     }
 
     fn on_connection_opened(&mut self, connection: &OpenConnection, cluster: &Cluster) {
-        self.network.begin_connection(connection, cluster);
-        self.open_connections.insert(connection.identity, (connection.clone(), None));
+        self.reference_network.begin_connection(connection, cluster);
+        self.connections_and_break_times.insert(connection.identity, (connection.clone(), None));
         self.balancer.on_connection_opened(connection, cluster);
         self.send_packet_on_each_connection(cluster);
     }
 
     fn on_connection_closed(&mut self, connection: &OpenConnection, cluster: &Cluster) {
-        self.open_connections.remove(&connection.identity);
+        self.connections_and_break_times.remove(&connection.identity);
         self.balancer.on_connection_closed(connection, cluster);
         self.send_packet_on_each_connection(cluster);
     }
@@ -95,7 +97,7 @@ impl<B: LoadBalancerSet, N: ReferenceNetwork<B>> LoadBalancerSet for CheckedBala
 
     fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds> {
         let first_break_time = self.balancer.first_break_time(connection, cluster);
-        assert_eq!(first_break_time, self.open_connections[&connection.identity].1, "{connection:?}");
+        assert_eq!(first_break_time, self.connections_and_break_times[&connection.identity].1, "{connection:?}");
         first_break_time
     }
 }
@@ -103,12 +105,17 @@ impl<B: LoadBalancerSet, N: ReferenceNetwork<B>> LoadBalancerSet for CheckedBala
 /// Network model in which a packet goes to the server that currently has its bucket.
 struct BucketHashingNetwork;
 
-impl ReferenceNetwork<StatelessHashing> for BucketHashingNetwork {
-    fn update_tables(&mut self, _: &StatelessHashing, _: &Cluster) {}
+impl ReferenceNetwork<StatelessHashingBalancers> for BucketHashingNetwork {
+    fn update_tables(&mut self, _: &StatelessHashingBalancers, _: &Cluster) {}
 
     fn begin_connection(&mut self, _: &OpenConnection, _: &Cluster) {}
 
-    fn send_packet(&mut self, connection: &OpenConnection, balancer: &StatelessHashing, _: &Cluster) -> u16 {
+    fn route_packet_to_server(
+        &mut self,
+        connection: &OpenConnection,
+        balancer: &StatelessHashingBalancers,
+        _: &Cluster,
+    ) -> u16 {
         balancer.server_for_connection(connection.identity)
     }
 }
@@ -137,7 +144,7 @@ impl ReferenceNetwork<BeamerBalancers> for DaisyChainingNetwork {
 
     fn begin_connection(&mut self, _: &OpenConnection, _: &Cluster) {}
 
-    fn send_packet(&mut self, connection: &OpenConnection, balancer: &BeamerBalancers, _: &Cluster) -> u16 {
+    fn route_packet_to_server(&mut self, connection: &OpenConnection, balancer: &BeamerBalancers, _: &Cluster) -> u16 {
         let bucket = balancer.bucket_table().bucket_of_connection(connection.identity);
         let has_connection = |server: u16| server == connection.server;
         if has_connection(self.current_server_by_bucket[bucket]) {
@@ -151,22 +158,33 @@ impl ReferenceNetwork<BeamerBalancers> for DaisyChainingNetwork {
 /// Network model in which every load balancer has a connection table.
 #[derive(Default)]
 struct ConnectionTableNetwork {
-    tables: BTreeMap<u8, BTreeMap<u64, u16>>,
+    server_by_lb_and_connection: BTreeMap<u8, BTreeMap<u64, u16>>,
 }
 
-impl ReferenceNetwork<StatefulHashing> for ConnectionTableNetwork {
-    fn update_tables(&mut self, _: &StatefulHashing, cluster: &Cluster) {
+impl ReferenceNetwork<StatefulHashingBalancers> for ConnectionTableNetwork {
+    fn update_tables(&mut self, _: &StatefulHashingBalancers, cluster: &Cluster) {
         let running_load_balancers: BTreeSet<u8> = cluster.load_balancers().iter().copied().collect();
-        self.tables.retain(|load_balancer, _| running_load_balancers.contains(load_balancer));
+        self.server_by_lb_and_connection.retain(|load_balancer, _| running_load_balancers.contains(load_balancer));
     }
 
     fn begin_connection(&mut self, connection: &OpenConnection, cluster: &Cluster) {
-        let load_balancer = cluster.select_load_balancer(connection.identity);
-        self.tables.entry(load_balancer).or_default().insert(connection.identity, connection.server);
+        let load_balancer = cluster.select_load_balancer_by_hash(connection.identity);
+        self.server_by_lb_and_connection
+            .entry(load_balancer)
+            .or_default()
+            .insert(connection.identity, connection.server);
     }
 
-    fn send_packet(&mut self, connection: &OpenConnection, balancer: &StatefulHashing, cluster: &Cluster) -> u16 {
-        let table = self.tables.entry(cluster.select_load_balancer(connection.identity)).or_default();
+    fn route_packet_to_server(
+        &mut self,
+        connection: &OpenConnection,
+        balancer: &StatefulHashingBalancers,
+        cluster: &Cluster,
+    ) -> u16 {
+        let table = self
+            .server_by_lb_and_connection
+            .entry(cluster.select_load_balancer_by_hash(connection.identity))
+            .or_default();
         *table.entry(connection.identity).or_insert_with(|| balancer.server_for_connection(connection.identity))
     }
 }
@@ -192,7 +210,12 @@ impl ReferenceNetwork<SmallCookieBalancers> for TagTableNetwork {
         self.tag_by_connection.insert(connection.identity, connection.stored_state as u32);
     }
 
-    fn send_packet(&mut self, connection: &OpenConnection, balancer: &SmallCookieBalancers, _: &Cluster) -> u16 {
+    fn route_packet_to_server(
+        &mut self,
+        connection: &OpenConnection,
+        balancer: &SmallCookieBalancers,
+        _: &Cluster,
+    ) -> u16 {
         let (identity, index) = (connection.identity, (connection.stored_state >> 32) as u32);
         let tag = self.tag_by_connection.get_mut(&identity).unwrap();
         let reached_server =
@@ -214,7 +237,7 @@ impl ReferenceNetwork<CheetahBalancers> for CookieNetwork {
 
     fn begin_connection(&mut self, _: &OpenConnection, _: &Cluster) {}
 
-    fn send_packet(&mut self, connection: &OpenConnection, balancer: &CheetahBalancers, _: &Cluster) -> u16 {
+    fn route_packet_to_server(&mut self, connection: &OpenConnection, balancer: &CheetahBalancers, _: &Cluster) -> u16 {
         match balancer.decoded_cookie(connection) {
             Cookie::Server(server) => server.get(),
             Cookie::TableIndex(_) => panic!("the cookie of a stateless load balancer has an id"),
@@ -223,27 +246,28 @@ impl ReferenceNetwork<CheetahBalancers> for CookieNetwork {
 }
 
 /// Returns the configuration of a small cluster whose servers and load balancers change frequently.
-fn churning_cluster_config(servers: usize, load_balancers: usize) -> PccSimulationConfig {
+fn build_churning_cluster_config(servers: usize, load_balancers: usize) -> PccSimulationConfig {
     PccSimulationConfig {
-        servers,
-        arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 60.0 },
-        updates: ClusterUpdates::PerMinute { servers: 60.0, load_balancers: 30.0 },
+        server_count: servers,
+        arrivals: ConnectionArrivalProcess::OpenLoop { mean_open_connections: 60.0 },
+        updates: PlannedClusterChanges::PerMinute { servers: 60.0, load_balancers: 30.0 },
         measured_minutes: 1.0,
-        load_balancers,
+        load_balancer_count: load_balancers,
         buckets_per_server: 4,
-        records_per_second_counts: true,
+        keeps_per_second_counts: true,
         ..PccSimulationConfig::default()
     }
 }
 
-fn check_against_reference<B: LoadBalancerSet, N: ReferenceNetwork<B>>(
+fn simulate_with_reference_checks<B: LoadBalancerSet, N: ReferenceNetwork<B>>(
     config: &PccSimulationConfig,
     seed: u64,
     balancer: B,
     network: N,
 ) -> PccSeedResult {
-    let outcome = simulate(config, &ConnectionMix::for_web_server(), seed, CheckedBalancer::new(balancer, network));
-    assert!(outcome.ended_connections > 50 && outcome.update_count > 30, "{outcome:?}");
+    let outcome =
+        simulate_one_seed(config, &ConnectionMix::for_web_server(), seed, CheckedBalancer::new(balancer, network));
+    assert!(outcome.ended_connections > 50 && outcome.cluster_update_count > 30, "{outcome:?}");
     let completed_connections: u64 = outcome.per_second_counts.iter().map(|second| second.completed_connections).sum();
     assert_eq!(completed_connections, outcome.ended_connections - outcome.broken_connections);
     outcome
@@ -253,57 +277,65 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
-    fn bucket_table_breaks_equal_the_reference_model(seed: u64, servers in 2usize..12, layout in 0usize..3) {
-        let config = churning_cluster_config(servers, 2);
-        let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
-        let run = check_against_reference(&config, seed, StatelessHashing::new(layout, &config), BucketHashingNetwork);
+    fn bucket_table_breaks_same_connections_as_reference(seed: u64, servers in 2usize..12, layout in 0usize..3) {
+        let config = build_churning_cluster_config(servers, 2);
+        let layout = [HashBucketLayout::Striped, HashBucketLayout::Ring, HashBucketLayout::Maglev][layout];
+        let balancers = StatelessHashingBalancers::new(layout, &config);
+        let run = simulate_with_reference_checks(&config, seed, balancers, BucketHashingNetwork);
         prop_assert!(run.broken_connections > 0);
     }
 
     #[test]
-    fn daisy_chaining_breaks_equal_the_reference_model(
+    fn daisy_chaining_breaks_same_connections_as_reference(
         seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)
     ) {
-        let config = churning_cluster_config(servers, 2);
-        let suspends_from = 20_000_000_000;
+        let config = build_churning_cluster_config(servers, 2);
+        let suspension_start_time = 20_000_000_000;
         let threshold_control =
-            threshold.map(|allowed_load_excess| SuspensionThresholdControl { allowed_load_excess, suspends_from });
+            threshold.map(|allowed_load_excess_fraction| SuspensionThresholdControl {
+                allowed_load_excess_fraction,
+                suspension_start_time,
+            });
         let beamer = BeamerBalancers::new(threshold_control, &config, seed);
-        check_against_reference(&config, seed, beamer, DaisyChainingNetwork::default());
+        simulate_with_reference_checks(&config, seed, beamer, DaisyChainingNetwork::default());
     }
 
     #[test]
-    fn connection_table_breaks_equal_the_reference_model(
+    fn connection_table_breaks_same_connections_as_reference(
         seed: u64,
         servers in 2usize..12,
         load_balancers in 1usize..5,
     ) {
-        let config = churning_cluster_config(servers, load_balancers);
-        check_against_reference(&config, seed, StatefulHashing::new(HashLayout::Striped, &config),
+        let config = build_churning_cluster_config(servers, load_balancers);
+        simulate_with_reference_checks(&config, seed, StatefulHashingBalancers::new(HashBucketLayout::Striped, &config),
             ConnectionTableNetwork::default());
     }
 
     #[test]
-    fn small_cookie_breaks_equal_the_reference_model(
+    fn small_cookie_breaks_same_connections_as_reference(
         seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, renews_tags: bool,
         index_bits in 0u8..3
     ) {
-        let config = churning_cluster_config(servers, 2);
-        let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
+        let config = build_churning_cluster_config(servers, 2);
+        let layout = [HashBucketLayout::Striped, HashBucketLayout::Ring, HashBucketLayout::Maglev][layout];
         let (fields, mix) = (SmallCookieFields { tag_bits, renews_tags, index_bits }, ConnectionMix::for_web_server());
         let cookies =
             SmallCookieBalancers::new(fields, layout, &config, total_server_count(&config), mix.longest_duration());
-        check_against_reference(&config, seed, cookies, TagTableNetwork::default());
+        simulate_with_reference_checks(&config, seed, cookies, TagTableNetwork::default());
     }
 
     #[test]
-    fn cookie_breaks_equal_the_reference_model(
+    fn cookie_breaks_same_connections_as_reference(
         seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::policy_names())
     ) {
         let config =
-            PccSimulationConfig { cores_per_server: 3, report_interval_ms: 500, ..churning_cluster_config(servers, 3) };
+            PccSimulationConfig {
+                cores_per_server: 3,
+                report_interval_ms: 500,
+                ..build_churning_cluster_config(servers, 3)
+            };
         let balancers = CheetahBalancers::new(policy, &config, total_server_count(&config), seed);
-        let run = check_against_reference(&config, seed, balancers,
+        let run = simulate_with_reference_checks(&config, seed, balancers,
             CookieNetwork);
         prop_assert_eq!(run.broken_connections, 0);
     }
@@ -354,13 +386,13 @@ impl LoadBalancerSet for CheckedCheetahBalancers {
 #[test]
 fn least_and_pow2_policies_use_current_connection_counts() {
     let config = PccSimulationConfig {
-        arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 },
-        ..churning_cluster_config(40, 2)
+        arrivals: ConnectionArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 },
+        ..build_churning_cluster_config(40, 2)
     };
     for policy in ["least", "pow2"] {
         let balancer =
             CheckedCheetahBalancers(CheetahBalancers::new(policy, &config, total_server_count(&config), 1), policy);
-        let run = simulate(&config, &ConnectionMix::for_web_server(), 1, balancer);
+        let run = simulate_one_seed(&config, &ConnectionMix::for_web_server(), 1, balancer);
         assert!(run.ended_connections > 2_000 && run.broken_connections == 0);
     }
 }

@@ -19,7 +19,7 @@ use super::buckets::hash_to_bucket;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, server_id};
 use super::connections::OpenConnection;
-use super::method::HashLayout;
+use super::method::HashBucketLayout;
 use super::{LoadInfo, PccSimulationConfig};
 
 /// Sizes of the fields in a small cookie, and whether its tag is renewed.
@@ -48,33 +48,33 @@ struct PoolConfiguration {
 #[derive(Debug)]
 pub struct SmallCookieBalancers {
     cookie_fields: SmallCookieFields,
-    layout: HashLayout,
+    layout: HashBucketLayout,
     bucket_count: usize,
     /// Configurations that open connections may still use. The current one is last.
     configurations: VecDeque<PoolConfiguration>,
     /// Number of the oldest configuration in `configurations`, where configurations are counted from 0.
     oldest_configuration_number: u32,
-    longest_duration: Nanoseconds,
+    longest_connection_duration: Nanoseconds,
     /// Number of connections of each server in its last report, or `None` if policies use current counts.
     reported_connection_counts: Option<Vec<u32>>,
 }
 
 impl SmallCookieBalancers {
-    /// Creates the load balancers of a cluster, in which no connection lasts longer than `longest_duration`.
+    /// Creates the load balancers of a cluster, in which no connection lasts longer than `longest_connection_duration`.
     pub fn new(
         cookie_fields: SmallCookieFields,
-        layout: HashLayout,
+        layout: HashBucketLayout,
         config: &PccSimulationConfig,
         servers: usize,
-        longest_duration: Nanoseconds,
+        longest_connection_duration: Nanoseconds,
     ) -> Self {
         Self {
             cookie_fields,
             layout,
-            bucket_count: layout.table_size(config.servers, config.buckets_per_server),
+            bucket_count: layout.table_size(config.server_count, config.buckets_per_server),
             configurations: VecDeque::new(),
             oldest_configuration_number: 0,
-            longest_duration,
+            longest_connection_duration,
             reported_connection_counts: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
         }
     }
@@ -105,7 +105,7 @@ impl SmallCookieBalancers {
         &self.configurations[(configuration_number - self.oldest_configuration_number) as usize]
     }
 
-    fn known_connection_count(&self, server: u16, cluster: &Cluster) -> u32 {
+    fn reported_or_current_connection_count(&self, server: u16, cluster: &Cluster) -> u32 {
         self.reported_connection_counts.as_ref().map_or_else(
             || cluster.open_connection_count(server),
             |reported_connections| reported_connections[usize::from(server)],
@@ -114,7 +114,7 @@ impl SmallCookieBalancers {
 
     /// Returns the connection's tag in configuration `number`, or `None` if the tag no longer leads to the connection's
     /// server. `previous_tag` is the tag in the previous configuration.
-    fn surviving_tag(&self, connection: &OpenConnection, previous_tag: u32, number: u32) -> Option<u32> {
+    fn find_tag_for_configuration(&self, connection: &OpenConnection, previous_tag: u32, number: u32) -> Option<u32> {
         let index = (connection.stored_state >> 32) as u32;
         let has_same_server = self.select_server(number, connection.identity, index) == connection.server;
         let is_tag_reused = (number - previous_tag).is_multiple_of(self.tag_count());
@@ -131,7 +131,8 @@ impl LoadBalancerSet for SmallCookieBalancers {
         let current_configuration_number = self.current_configuration_number();
         let candidates = (0..1u32 << self.cookie_fields.index_bits)
             .map(|index| (index, self.select_server(current_configuration_number, identity, index)));
-        let least_loaded_candidate = candidates.min_by_key(|(_, server)| self.known_connection_count(*server, cluster));
+        let least_loaded_candidate =
+            candidates.min_by_key(|(_, server)| self.reported_or_current_connection_count(*server, cluster));
         let (index, server) = least_loaded_candidate.expect("there is at least one hash function");
         PlacedConnection {
             server,
@@ -142,16 +143,14 @@ impl LoadBalancerSet for SmallCookieBalancers {
 
     fn on_servers_changed(&mut self, cluster: &Cluster) {
         let ids: Vec<ServerId> = cluster.pool_members().iter().copied().map(server_id).collect();
-        let table_size = if self.layout == HashLayout::Striped { ids.len() } else { self.bucket_count };
-        let server_indices = self.layout.server_indices(&ids, table_size);
+        let table_size = if self.layout == HashBucketLayout::Striped { ids.len() } else { self.bucket_count };
+        let server_indices = self.layout.server_index_by_bucket(&ids, table_size);
         let servers = server_indices.into_iter().map(|position| cluster.pool_members()[position]).collect();
         self.configurations.push_back(PoolConfiguration { applies_from: cluster.now, server_by_bucket: servers });
         // A configuration is stored until the last connection that began in it must have ended.
-        while self
-            .configurations
-            .get(1)
-            .is_some_and(|next_configuration| next_configuration.applies_from + self.longest_duration < cluster.now)
-        {
+        while self.configurations.get(1).is_some_and(|next_configuration| {
+            next_configuration.applies_from + self.longest_connection_duration < cluster.now
+        }) {
             self.configurations.pop_front();
             self.oldest_configuration_number += 1;
         }
@@ -173,7 +172,7 @@ impl LoadBalancerSet for SmallCookieBalancers {
     fn first_break_time(&self, connection: &OpenConnection, _cluster: &Cluster) -> Option<Nanoseconds> {
         let mut last_tag = connection.stored_state as u32;
         for number in last_tag + 1..=self.current_configuration_number() {
-            match self.surviving_tag(connection, last_tag, number) {
+            match self.find_tag_for_configuration(connection, last_tag, number) {
                 Some(tag) => last_tag = tag,
                 None => return Some(self.stored_configuration(number).applies_from),
             }
@@ -185,13 +184,13 @@ impl LoadBalancerSet for SmallCookieBalancers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pcc::{ArrivalProcess, ClusterUpdates, run};
+    use crate::pcc::{ConnectionArrivalProcess, PlannedClusterChanges, run};
 
-    fn simulate_methods(methods: &[&str], updates_per_minute: f64) -> Vec<crate::pcc::MethodOutcome> {
+    fn simulate_methods(methods: &[&str], updates_per_minute: f64) -> Vec<crate::pcc::BalancingMethodOutcome> {
         let config = PccSimulationConfig {
-            servers: 40,
-            arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 },
-            updates: ClusterUpdates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
+            server_count: 40,
+            arrivals: ConnectionArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 },
+            updates: PlannedClusterChanges::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
             methods: methods.iter().map(|name| name.parse().unwrap()).collect(),
             seed_count: 1,
             ..PccSimulationConfig::default()

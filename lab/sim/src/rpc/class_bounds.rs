@@ -12,16 +12,16 @@ use crate::names::UnknownName;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBoundOptions {
     /// Number of cores that are reserved for the shortest class, beginning with core 0 (option `reserved`).
-    pub reserved_cores: u16,
+    pub reserved_core_count: u16,
     /// Number of outstanding requests at a core from which the dispatcher prefers other cores (option `bound`).
-    pub request_bound: u16,
+    pub outstanding_request_bound: u16,
     /// Number of outstanding requests below which a reserved core also takes other classes (option `reserved-bound`).
-    pub reserved_bound: u16,
+    pub reserved_core_request_bound: u16,
 }
 
 impl Default for ClassBoundOptions {
     fn default() -> Self {
-        Self { reserved_cores: 1, request_bound: 4, reserved_bound: 0 }
+        Self { reserved_core_count: 1, outstanding_request_bound: 4, reserved_core_request_bound: 0 }
     }
 }
 
@@ -32,9 +32,9 @@ impl ClassBoundOptions {
         OutstandingBoundsByClass::with_reserved_cores(
             cores,
             classes,
-            self.reserved_cores,
-            self.request_bound.into(),
-            self.reserved_bound.into(),
+            self.reserved_core_count,
+            self.outstanding_request_bound.into(),
+            self.reserved_core_request_bound.into(),
         )
     }
 }
@@ -52,9 +52,9 @@ impl FromStr for ClassBoundOptions {
                 number.ok_or_else(|| format!("{name} {value:?}: expected a number from {min} to 65535"))
             };
             match name {
-                "reserved" => options.reserved_cores = parse_number(0)?,
-                "bound" => options.request_bound = parse_number(1)?,
-                "reserved-bound" => options.reserved_bound = parse_number(0)?,
+                "reserved" => options.reserved_core_count = parse_number(0)?,
+                "bound" => options.outstanding_request_bound = parse_number(1)?,
+                "reserved-bound" => options.reserved_core_request_bound = parse_number(0)?,
                 _ => return Err(UnknownName::new("option", name, CLASS_BOUND_OPTION_SYNTAX).to_string()),
             }
         }
@@ -67,9 +67,9 @@ impl fmt::Display for ClassBoundOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();
         let options = [
-            ("reserved", self.reserved_cores, default.reserved_cores),
-            ("bound", self.request_bound, default.request_bound),
-            ("reserved-bound", self.reserved_bound, default.reserved_bound),
+            ("reserved", self.reserved_core_count, default.reserved_core_count),
+            ("bound", self.outstanding_request_bound, default.outstanding_request_bound),
+            ("reserved-bound", self.reserved_core_request_bound, default.reserved_core_request_bound),
         ];
         let changed_options = options.iter().filter(|(_, value, default)| value != default);
         let option_texts: Vec<String> = changed_options.map(|(name, value, _)| format!("{name}={value}")).collect();
@@ -88,7 +88,10 @@ mod tests {
         assert!(expect_parse_error("reserve=1").contains("reserved"), "{}", expect_parse_error("reserve=1"));
         let options: ClassBoundOptions = "reserved=2,reserved-bound=1".parse().unwrap();
         assert_eq!(
-            (options.to_class_bounds(4, 2).bounds_for_class(0), options.to_class_bounds(4, 2).bounds_for_class(1)),
+            (
+                options.to_class_bounds(4, 2).core_bounds_for_class(0),
+                options.to_class_bounds(4, 2).core_bounds_for_class(1)
+            ),
             (&[4; 4][..], &[1, 1, 4, 4][..])
         );
         assert_eq!(options.to_string(), "reserved=2,reserved-bound=1");

@@ -7,9 +7,10 @@ use serde::Serialize;
 
 use super::{
     ClassLatency, CoreSelectionPolicy, LatencySummary, PeakLoadEstimate, PeakLoadSearchConfig, RpcSimulationConfig,
-    RpcSimulationOutcome, ServiceTimeDistribution, SloMetric, SloUnit, WindowLatency, find_peak_load, run,
+    RpcSimulationOutcome, ServiceTimeDistribution, SloRequestSelection, SloTimeUnit, WindowLatency, find_peak_load,
+    run,
 };
-use crate::output::{PrintableResult, ResultFormat};
+use crate::output::{PrintableResult, SimulationResultFormat};
 
 /// Common arguments of `rpc` and `capacity`.
 #[derive(Debug, clap::Args)]
@@ -38,8 +39,8 @@ struct SimulatedServerArgs {
     #[arg(long, default_value_t = 0.0, requires = "connections")]
     skew: f64,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
-    format: ResultFormat,
+    #[arg(long, value_enum, default_value_t = SimulationResultFormat::Text)]
+    format: SimulationResultFormat,
 }
 
 impl SimulatedServerArgs {
@@ -47,7 +48,7 @@ impl SimulatedServerArgs {
         RpcSimulationConfig {
             policy: self.policy.clone(),
             cores: self.cores,
-            service: self.service.clone(),
+            service_times: self.service.clone(),
             interface_latency: self.latency,
             request_count: self.requests,
             connection_count: self.connections,
@@ -59,7 +60,7 @@ impl SimulatedServerArgs {
 
 /// Arguments of `coreward-lab sim rpc`.
 #[derive(Debug, clap::Args)]
-pub struct RpcArgs {
+pub struct RpcSimulationArgs {
     #[command(flatten)]
     server: SimulatedServerArgs,
     /// Offered load as a fraction of what the cores could serve
@@ -86,10 +87,10 @@ pub struct PeakLoadArgs {
     slo: f64,
     /// Requests whose 99th percentile of latency is limited
     #[arg(long, value_enum, default_value_t)]
-    measure: SloMetric,
+    measure: SloRequestSelection,
     /// Service time of which the SLO is a multiple
     #[arg(long, value_enum, default_value_t)]
-    slo_unit: SloUnit,
+    slo_unit: SloTimeUnit,
     /// Number of seeds; each seed from 1 to SEEDS has its own search
     #[arg(long, default_value_t = 5)]
     seeds: u64,
@@ -112,19 +113,25 @@ struct RpcSimulationResult {
 impl RpcSimulationResult {
     /// Returns the printable result of a simulation that took `seconds`.
     fn new(outcome: RpcSimulationOutcome, seconds: f64) -> Self {
-        let RpcSimulationOutcome { all, classes, requests, dropped_pct, windows } = outcome;
+        let RpcSimulationOutcome {
+            overall_latency: all,
+            class_latencies: classes,
+            request_count: requests,
+            dropped_request_pct: dropped_pct,
+            window_latencies: windows,
+        } = outcome;
         Self { all, classes, requests, dropped_pct, windows, events_per_second: requests as f64 / seconds }
     }
 }
 
-impl RpcArgs {
+impl RpcSimulationArgs {
     /// Runs the simulation and returns its result as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let config = RpcSimulationConfig {
             offered_load: self.load,
             seed: self.seed,
-            queue_limit: self.queue,
-            window_length: self.window,
+            max_requests_in_server: self.queue,
+            latency_window_length: self.window,
             ..self.server.to_config()
         };
         let start = Instant::now();
@@ -138,8 +145,8 @@ impl PeakLoadArgs {
     /// Searches for the peak load and returns the estimate as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let estimate = find_peak_load(&PeakLoadSearchConfig {
-            config: self.server.to_config(),
-            slo_multiple: self.slo,
+            simulation_config: self.server.to_config(),
+            latency_bound_in_slo_units: self.slo,
             seeds: 1..=self.seeds,
             bisection_steps: self.steps,
             slo_metric: self.measure,
@@ -206,14 +213,14 @@ mod tests {
     #[test]
     fn json_output_has_the_documented_fields() {
         let outcome = run(&RpcSimulationConfig {
-            service: "bimodal:0.1:5".parse().unwrap(),
-            window_length: Some(1_000.0),
+            service_times: "bimodal:0.1:5".parse().unwrap(),
+            latency_window_length: Some(1_000.0),
             request_count: 50_000,
             ..RpcSimulationConfig::default()
         })
         .unwrap();
         let result = RpcSimulationResult::new(outcome, 50_000.0);
-        let json: serde_json::Value = serde_json::from_str(&result.render(ResultFormat::Json)).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&result.render(SimulationResultFormat::Json)).unwrap();
         for quantiles in [&json["all"], &json["classes"][0], &json["classes"][1], &json["windows"][0]] {
             for name in ["mean", "p50", "p90", "p99", "p999"] {
                 assert!(quantiles[name].as_f64().unwrap() > 0.0, "{name} in {quantiles}");
@@ -225,7 +232,7 @@ mod tests {
         let rows = result.table_rows();
         assert!(rows.len() > 4 && rows.iter().all(|row| row.len() == result.column_titles().len()));
         let peak = PeakLoadEstimate { peak_load: 0.5, low: 0.4, high: 0.6 };
-        let json: serde_json::Value = serde_json::from_str(&peak.render(ResultFormat::Json)).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&peak.render(SimulationResultFormat::Json)).unwrap();
         assert_eq!(json, serde_json::json!({"peak_load": 0.5, "low": 0.4, "high": 0.6}));
     }
 }

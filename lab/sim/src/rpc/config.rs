@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 
 use coreward_model::dispatch::CoreAssignmentMode;
 
-use super::ticks::{TICKS_PER_UNIT, Tick};
+use super::ticks::{TICKS_PER_SERVICE_TIME_UNIT, Tick};
 use super::{CoreAllocatorLocation, CoreSelectionPolicy, JbsrqOptions, ServiceTimeDistribution};
 
 /// Configuration of a server simulation. Times are in units of service time (see [`ServiceTimeDistribution`]).
@@ -13,7 +13,7 @@ pub struct RpcSimulationConfig {
     pub policy: CoreSelectionPolicy,
     /// Number of cores of the server, at least 1.
     pub cores: u16,
-    pub service: ServiceTimeDistribution,
+    pub service_times: ServiceTimeDistribution,
     /// One-way latency between NIC and cores, in units of service time.
     pub interface_latency: f64,
     /// Offered load as a fraction of the cores' total capacity.
@@ -28,10 +28,10 @@ pub struct RpcSimulationConfig {
     /// equal.
     pub connection_skew: f64,
     /// Maximum number of requests inside the server, above which requests are dropped, or `None` if unlimited.
-    pub queue_limit: Option<u64>,
+    pub max_requests_in_server: Option<u64>,
     /// Duration of each window in [`RpcSimulationOutcome::windows`](super::RpcSimulationOutcome), in units of service
     /// time.
-    pub window_length: Option<f64>,
+    pub latency_window_length: Option<f64>,
 }
 
 impl Default for RpcSimulationConfig {
@@ -39,22 +39,22 @@ impl Default for RpcSimulationConfig {
         Self {
             policy: CoreSelectionPolicy::ShortestQueue,
             cores: 16,
-            service: ServiceTimeDistribution::Exponential,
+            service_times: ServiceTimeDistribution::Exponential,
             interface_latency: 0.0,
             offered_load: 0.8,
             request_count: 1_000_000,
             seed: 1,
             connection_count: None,
             connection_skew: 0.0,
-            queue_limit: None,
-            window_length: None,
+            max_requests_in_server: None,
+            latency_window_length: None,
         }
     }
 }
 
 /// Reason why a configuration is invalid or a run has no result.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum Error {
+pub enum RpcSimulationError {
     #[error("0 cores: expected 1 to 65535")]
     NoCores,
     #[error("load {0}: expected a number above 0")]
@@ -64,7 +64,7 @@ pub enum Error {
         "load {load}: expected less than {capacity}, which is what {policy} can carry with this service time and \
          latency, or a bound on the queue"
     )]
-    Overload {
+    LoadAboveCapacity {
         load: f64,
         /// Highest load that the policy can sustain.
         capacity: f64,
@@ -76,9 +76,9 @@ pub enum Error {
     #[error("{requests} requests: expected 10 to {max} at this load")]
     InvalidRequestCount { requests: u64, max: u64 },
     #[error("skew {0}: expected a number from 0 to 10")]
-    InvalidSkew(f64),
+    InvalidConnectionSkew(f64),
     #[error("window {0}: expected a number from 0.001 to 1000000000 service times")]
-    InvalidWindow(f64),
+    InvalidLatencyWindow(f64),
     #[error("a queue of 0 requests: expected at least 1")]
     ZeroQueueLimit,
     /// No request was measured, because the bounded queue was always full.
@@ -94,14 +94,14 @@ pub enum Error {
     NotTwoServices { policy: CoreSelectionPolicy, services: u8, cores: u16 },
     /// A core is reserved for the load monitor, although the policy never moves cores between services.
     #[error("policy {0}: allocator=core: expected assignment=dedicated or hybrid")]
-    NothingToAllocate(CoreSelectionPolicy),
+    ReservedCoreWithoutAllocation(CoreSelectionPolicy),
     #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
     InvalidSlo(f64),
     #[error("no seeds: expected at least one")]
     NoSeeds,
     /// The number of bisection steps is not from 1 to 30.
     #[error("{0} steps of bisection: expected 1 to 30")]
-    InvalidStepCount(u32),
+    InvalidBisectionStepCount(u32),
 }
 
 impl RpcSimulationConfig {
@@ -109,7 +109,7 @@ impl RpcSimulationConfig {
     /// RSS, the cores with the most buckets limit it, assuming that all buckets have equal load. Few or uneven
     /// connections can still overload a core.
     pub fn max_stable_load(&self, bucket_count: u32) -> f64 {
-        let policy_capacity = self.policy.max_stable_load(self.service.mean(), self.interface_latency);
+        let policy_capacity = self.policy.max_stable_load(self.service_times.mean(), self.interface_latency);
         let cores = u32::from(self.cores);
         match self.policy {
             CoreSelectionPolicy::Rss => {
@@ -126,41 +126,48 @@ impl RpcSimulationConfig {
     }
 
     /// Checks that all values are in range, and that the policy can sustain the load.
-    pub(crate) fn check_load_below_capacity(&self, bucket_count: u32) -> Result<(), Error> {
-        self.check_ranges()?;
+    pub(crate) fn check_load_below_capacity(&self, bucket_count: u32) -> Result<(), RpcSimulationError> {
+        self.check_value_ranges()?;
         let capacity = self.max_stable_load(bucket_count);
-        if self.queue_limit.is_none() && self.offered_load >= capacity {
-            return Err(Error::Overload { load: self.offered_load, capacity, policy: self.policy.clone() });
+        if self.max_requests_in_server.is_none() && self.offered_load >= capacity {
+            return Err(RpcSimulationError::LoadAboveCapacity {
+                load: self.offered_load,
+                capacity,
+                policy: self.policy.clone(),
+            });
         }
         Ok(())
     }
 
     /// Checks that all values are in range, but allows a load above the policy's capacity.
-    pub(super) fn check_ranges(&self) -> Result<(), Error> {
+    pub(super) fn check_value_ranges(&self) -> Result<(), RpcSimulationError> {
         let is_within = |value: f64, min: f64, max: f64| (min..=max).contains(&value);
         if self.cores == 0 {
-            return Err(Error::NoCores);
+            return Err(RpcSimulationError::NoCores);
         }
         if !(self.offered_load > 0.0 && self.offered_load.is_finite()) {
-            return Err(Error::InvalidLoad(self.offered_load));
+            return Err(RpcSimulationError::InvalidLoad(self.offered_load));
         }
         if !is_within(self.interface_latency, 0.0, 1e6) {
-            return Err(Error::InvalidLatency(self.interface_latency));
+            return Err(RpcSimulationError::InvalidLatency(self.interface_latency));
         }
         // Arrivals may last for half of the time that 64 bits represent. The other half is for queues.
-        let mean_arrival_interval = self.service.mean() / (self.offered_load * f64::from(self.cores));
-        let max_requests = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / mean_arrival_interval;
+        let mean_arrival_interval = self.service_times.mean() / (self.offered_load * f64::from(self.cores));
+        let max_requests = (Tick::MAX / 2) as f64 / TICKS_PER_SERVICE_TIME_UNIT as f64 / mean_arrival_interval;
         if self.request_count < 10 || self.request_count as f64 > max_requests {
-            return Err(Error::InvalidRequestCount { requests: self.request_count, max: max_requests as u64 });
+            return Err(RpcSimulationError::InvalidRequestCount {
+                requests: self.request_count,
+                max: max_requests as u64,
+            });
         }
         if !is_within(self.connection_skew, 0.0, 10.0) {
-            return Err(Error::InvalidSkew(self.connection_skew));
+            return Err(RpcSimulationError::InvalidConnectionSkew(self.connection_skew));
         }
-        if let Some(window) = self.window_length.filter(|window| !is_within(*window, 1e-3, 1e9)) {
-            return Err(Error::InvalidWindow(window));
+        if let Some(window) = self.latency_window_length.filter(|window| !is_within(*window, 1e-3, 1e9)) {
+            return Err(RpcSimulationError::InvalidLatencyWindow(window));
         }
-        if self.queue_limit == Some(0) {
-            return Err(Error::ZeroQueueLimit);
+        if self.max_requests_in_server == Some(0) {
+            return Err(RpcSimulationError::ZeroQueueLimit);
         }
         if let CoreSelectionPolicy::RankedQueue(options) = &self.policy {
             self.check_core_assignment(options)?;
@@ -168,7 +175,7 @@ impl RpcSimulationConfig {
         if let CoreSelectionPolicy::GroupedFcfs { groups, cores_per_group } = self.policy {
             let grouped_cores = u32::from(groups.get()) * u32::from(cores_per_group.get());
             if grouped_cores != u32::from(self.cores) {
-                return Err(Error::GroupCoreCountMismatch {
+                return Err(RpcSimulationError::GroupCoreCountMismatch {
                     policy: self.policy.clone(),
                     grouped_cores,
                     cores: self.cores,
@@ -179,17 +186,19 @@ impl RpcSimulationConfig {
     }
 
     /// Checks that cores can be assigned to services as the options request.
-    fn check_core_assignment(&self, options: &JbsrqOptions) -> Result<(), Error> {
+    fn check_core_assignment(&self, options: &JbsrqOptions) -> Result<(), RpcSimulationError> {
         if options.core_assignment_mode == CoreAssignmentMode::CompleteShare {
-            return match options.allocator_location {
+            return match options.core_allocator_location {
                 CoreAllocatorLocation::Nic => Ok(()),
-                CoreAllocatorLocation::Core => Err(Error::NothingToAllocate(self.policy.clone())),
+                CoreAllocatorLocation::Core => {
+                    Err(RpcSimulationError::ReservedCoreWithoutAllocation(self.policy.clone()))
+                }
             };
         }
-        let services = options.priorities.service_count(self.service.class_service_times().len() as u8);
+        let services = options.priorities.service_count(self.service_times.class_service_times().len() as u8);
         let cores = options.serving_core_count(self.cores);
         if services != 2 || cores < 2 {
-            return Err(Error::NotTwoServices { policy: self.policy.clone(), services, cores });
+            return Err(RpcSimulationError::NotTwoServices { policy: self.policy.clone(), services, cores });
         }
         Ok(())
     }

@@ -5,7 +5,8 @@ use std::num::NonZeroU16;
 use std::str::FromStr;
 
 use coreward_model::dispatch::{
-    CoreAssignmentMode, EligibilityRule, InvalidReservedCores, Lambda, RankRule, ReservedCores, UnknownAssignmentMode,
+    CoreAssignmentMode, CoreRankRule, DispatchEligibilityRule, InvalidReservedCores, RankLambda, ReservedCores,
+    UnknownCoreAssignmentMode,
 };
 
 use crate::names::UnknownName;
@@ -14,29 +15,30 @@ use crate::names::UnknownName;
 #[derive(Debug, Clone, PartialEq)]
 pub struct JbsrqOptions {
     /// Weight (0 to 1) of a core's queued requests of lower priority, relative to those of higher priority (option
-    /// `lambda`).
-    pub lambda: Lambda,
+    /// `lower_priority_weight`).
+    pub lower_priority_weight: RankLambda,
     /// Capacity of a core's queue, including the request in service (option `depth`).
     pub queue_depth: NonZeroU16,
     /// Rule that determines how much each request at a core counts when cores are compared (option `rank`).
-    pub rank_rule: RankRule,
+    pub rank_rule: CoreRankRule,
     /// Rule that determines whether the next service blocks all others while no core accepts its request (option
-    /// `scheduler`).
-    pub scheduler: EligibilityRule,
-    /// Time after which a request yields to one of higher priority, in units of service time (option `quantum`).
-    pub quantum: f64,
+    /// `eligibility_rule`).
+    pub eligibility_rule: DispatchEligibilityRule,
+    /// Time after which a request yields to one of higher priority, in units of service time (option
+    /// `preemption_quantum`).
+    pub preemption_quantum: f64,
     /// Whether shorter classes have priority or all requests are equal (option `priorities`).
     pub priorities: ClassPriorities,
     /// Time that a core needs to switch to another service, in units of service time (option `switch`).
-    pub switch_cost: f64,
+    pub service_switch_time: f64,
     /// Mode of dividing the cores between two services (option `assignment`).
     pub core_assignment_mode: CoreAssignmentMode,
     /// Interval at which load monitors poll the NIC's queues, in units of service time (option `interval`).
-    pub monitor_interval: f64,
+    pub load_monitor_interval: f64,
     /// Numbers of cores that the services always keep, unless all services share all cores (option `reserved`).
     pub reserved_cores: ReservedCores,
     /// Location of the load monitor that triggers moves of cores between services (option `allocator`).
-    pub allocator_location: CoreAllocatorLocation,
+    pub core_allocator_location: CoreAllocatorLocation,
 }
 
 /// Location of the load monitor, whose hints change the assignment of cores to services.
@@ -51,7 +53,7 @@ pub enum CoreAllocatorLocation {
 impl JbsrqOptions {
     /// Returns how many of `cores` cores serve requests, which excludes a core that the load monitor occupies.
     pub fn serving_core_count(&self, cores: u16) -> u16 {
-        match self.allocator_location {
+        match self.core_allocator_location {
             CoreAllocatorLocation::Nic => cores,
             CoreAllocatorLocation::Core => cores.saturating_sub(1),
         }
@@ -89,17 +91,17 @@ impl Default for JbsrqOptions {
     /// interval are 5 us, which is 5/3 of RingLeader's mean service time of 3 us (Exp(3)).
     fn default() -> Self {
         Self {
-            lambda: Lambda::PAPER_VALUE,
+            lower_priority_weight: RankLambda::PAPER_VALUE,
             queue_depth: const { NonZeroU16::new(4).unwrap() },
-            rank_rule: RankRule::Ranked,
-            scheduler: EligibilityRule::FirstEligible,
-            quantum: 5.0 / 3.0,
+            rank_rule: CoreRankRule::Ranked,
+            eligibility_rule: DispatchEligibilityRule::FirstEligible,
+            preemption_quantum: 5.0 / 3.0,
             priorities: ClassPriorities::Classes,
-            switch_cost: 0.0,
+            service_switch_time: 0.0,
             core_assignment_mode: CoreAssignmentMode::CompleteShare,
-            monitor_interval: 5.0 / 3.0,
+            load_monitor_interval: 5.0 / 3.0,
             reserved_cores: ReservedCores([1, 1]),
-            allocator_location: CoreAllocatorLocation::Nic,
+            core_allocator_location: CoreAllocatorLocation::Nic,
         }
     }
 }
@@ -136,39 +138,41 @@ impl JbsrqOptions {
     fn set_option(&mut self, name: &str, value: &str) -> Result<(), String> {
         let build_option_error = |expected: &str| format!("{name} {value:?}: expected {expected}");
         let parse_interval =
-            || parse_time(value, MIN_OPTION_TIME).ok_or_else(|| build_option_error(EXPECTED_INTERVAL_TEXT));
+            || parse_time(value, MIN_OPTION_SERVICE_TIMES).ok_or_else(|| build_option_error(EXPECTED_INTERVAL_TEXT));
         match name {
             "lambda" => {
                 let lambda = value.parse().map_err(|_| build_option_error("a number from 0 to 1"))?;
-                self.lambda = Lambda::new(lambda).map_err(|error| error.to_string())?;
+                self.lower_priority_weight = RankLambda::new(lambda).map_err(|error| error.to_string())?;
             }
             "depth" => self.queue_depth = value.parse().map_err(|_| build_option_error(EXPECTED_COUNT_TEXT))?,
             "rank" => {
-                let rank_rule = find_by_name(&RANK_RULES_BY_NAME, value);
+                let rank_rule = find_named_value(&RANK_RULES_BY_NAME, value);
                 self.rank_rule = rank_rule.ok_or_else(|| build_option_error("jbsrq, global or per-service"))?;
             }
             "scheduler" => {
-                self.scheduler =
-                    find_by_name(&SCHEDULERS_BY_NAME, value).ok_or_else(|| build_option_error("feo or pifo"))?
+                self.eligibility_rule = find_named_value(&ELIGIBILITY_RULES_BY_NAME, value)
+                    .ok_or_else(|| build_option_error("feo or pifo"))?
             }
-            "quantum" => self.quantum = parse_interval()?,
-            "interval" => self.monitor_interval = parse_interval()?,
+            "quantum" => self.preemption_quantum = parse_interval()?,
+            "interval" => self.load_monitor_interval = parse_interval()?,
             "switch" => {
                 let cost = parse_time(value, 0.0);
-                self.switch_cost = cost.ok_or_else(|| build_option_error("a time from 0 to 1000000 service times"))?;
+                self.service_switch_time =
+                    cost.ok_or_else(|| build_option_error("a time from 0 to 1000000 service times"))?;
             }
             "assignment" => {
-                self.core_assignment_mode = value.parse().map_err(|error: UnknownAssignmentMode| error.to_string())?
+                self.core_assignment_mode =
+                    value.parse().map_err(|error: UnknownCoreAssignmentMode| error.to_string())?
             }
             "reserved" => {
                 self.reserved_cores = value.parse().map_err(|error: InvalidReservedCores| error.to_string())?
             }
             "allocator" => {
-                self.allocator_location = find_by_name(&ALLOCATOR_LOCATIONS_BY_NAME, value)
+                self.core_allocator_location = find_named_value(&ALLOCATOR_LOCATIONS_BY_NAME, value)
                     .ok_or_else(|| build_option_error("nic or core"))?
             }
             "priorities" => {
-                self.priorities = find_by_name(&CLASS_PRIORITIES_BY_NAME, value)
+                self.priorities = find_named_value(&CLASS_PRIORITIES_BY_NAME, value)
                     .ok_or_else(|| build_option_error("classes or none"))?
             }
             _ => return Err(UnknownName::new("option", name, JBSRQ_OPTION_SYNTAX).to_string()),
@@ -178,12 +182,12 @@ impl JbsrqOptions {
 }
 
 /// Rank rules by option value. They are those of RingLeader, RackSched (OSDI'20) and nanoPU (OSDI'21).
-const RANK_RULES_BY_NAME: [(&str, RankRule); 3] =
-    [("jbsrq", RankRule::Ranked), ("global", RankRule::Global), ("per-service", RankRule::PerService)];
+const RANK_RULES_BY_NAME: [(&str, CoreRankRule); 3] =
+    [("jbsrq", CoreRankRule::Ranked), ("global", CoreRankRule::Global), ("per-service", CoreRankRule::PerService)];
 
 /// Schedulers by option value. They are those of RingLeader and PIFO (SIGCOMM'16).
-const SCHEDULERS_BY_NAME: [(&str, EligibilityRule); 2] =
-    [("feo", EligibilityRule::FirstEligible), ("pifo", EligibilityRule::Pifo)];
+const ELIGIBILITY_RULES_BY_NAME: [(&str, DispatchEligibilityRule); 2] =
+    [("feo", DispatchEligibilityRule::FirstEligible), ("pifo", DispatchEligibilityRule::Pifo)];
 
 const CLASS_PRIORITIES_BY_NAME: [(&str, ClassPriorities); 2] =
     [("classes", ClassPriorities::Classes), ("none", ClassPriorities::None)];
@@ -191,16 +195,16 @@ const CLASS_PRIORITIES_BY_NAME: [(&str, ClassPriorities); 2] =
 const ALLOCATOR_LOCATIONS_BY_NAME: [(&str, CoreAllocatorLocation); 2] =
     [("nic", CoreAllocatorLocation::Nic), ("core", CoreAllocatorLocation::Core)];
 
-fn find_by_name<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
+fn find_named_value<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
     names.iter().find(|(known_name, _)| *known_name == name).map(|(_, value)| *value)
 }
 
-fn find_name<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
+fn find_value_name<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
     names.iter().find(|(_, known_value)| *known_value == value).map_or("", |(name, _)| *name).to_owned()
 }
 
 /// Shortest interval to which an option can be set, in units of service time.
-const MIN_OPTION_TIME: f64 = 0.001;
+const MIN_OPTION_SERVICE_TIMES: f64 = 0.001;
 const EXPECTED_INTERVAL_TEXT: &str = "a time from 0.001 to 1000000 service times";
 const EXPECTED_COUNT_TEXT: &str = "a number from 1 to 65535";
 
@@ -213,24 +217,28 @@ impl fmt::Display for JbsrqOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();
         let options = [
-            ("lambda", self.lambda.get().to_string(), default.lambda.get().to_string()),
+            ("lambda", self.lower_priority_weight.get().to_string(), default.lower_priority_weight.get().to_string()),
             ("depth", self.queue_depth.to_string(), default.queue_depth.to_string()),
-            ("rank", find_name(&RANK_RULES_BY_NAME, self.rank_rule), find_name(&RANK_RULES_BY_NAME, default.rank_rule)),
+            (
+                "rank",
+                find_value_name(&RANK_RULES_BY_NAME, self.rank_rule),
+                find_value_name(&RANK_RULES_BY_NAME, default.rank_rule),
+            ),
             (
                 "scheduler",
-                find_name(&SCHEDULERS_BY_NAME, self.scheduler),
-                find_name(&SCHEDULERS_BY_NAME, default.scheduler),
+                find_value_name(&ELIGIBILITY_RULES_BY_NAME, self.eligibility_rule),
+                find_value_name(&ELIGIBILITY_RULES_BY_NAME, default.eligibility_rule),
             ),
-            ("quantum", self.quantum.to_string(), default.quantum.to_string()),
+            ("quantum", self.preemption_quantum.to_string(), default.preemption_quantum.to_string()),
             ("priorities", self.priorities.to_string(), default.priorities.to_string()),
-            ("switch", self.switch_cost.to_string(), default.switch_cost.to_string()),
+            ("switch", self.service_switch_time.to_string(), default.service_switch_time.to_string()),
             ("assignment", self.core_assignment_mode.to_string(), default.core_assignment_mode.to_string()),
-            ("interval", self.monitor_interval.to_string(), default.monitor_interval.to_string()),
+            ("interval", self.load_monitor_interval.to_string(), default.load_monitor_interval.to_string()),
             ("reserved", self.reserved_cores.to_string(), default.reserved_cores.to_string()),
             (
                 "allocator",
-                find_name(&ALLOCATOR_LOCATIONS_BY_NAME, self.allocator_location),
-                find_name(&ALLOCATOR_LOCATIONS_BY_NAME, default.allocator_location),
+                find_value_name(&ALLOCATOR_LOCATIONS_BY_NAME, self.core_allocator_location),
+                find_value_name(&ALLOCATOR_LOCATIONS_BY_NAME, default.core_allocator_location),
             ),
         ];
         let changed_options = options.iter().filter(|(_, value, default)| value != default);

@@ -19,46 +19,46 @@ mod workload;
 use coreward_model::rss::IndirectionTable;
 
 pub use class_bounds::ClassBoundOptions;
-pub use config::{Error, RpcSimulationConfig};
+pub use config::{RpcSimulationConfig, RpcSimulationError};
 pub use jbsrq::{ClassPriorities, CoreAllocatorLocation, JbsrqOptions};
 pub use outcome::{ClassLatency, LatencySummary, WindowLatency};
 use outcome::{LatencyRecorder, ResponseObserver};
-pub use peak::{PeakLoadEstimate, PeakLoadSearchConfig, SloMetric, SloUnit, find_peak_load};
+pub use peak::{PeakLoadEstimate, PeakLoadSearchConfig, SloRequestSelection, SloTimeUnit, find_peak_load};
 pub use policy::{CORE_SELECTION_POLICY_SYNTAX, CoreSelectionPolicy, CoreSelectionPolicyError};
 use server::{QueueingServer, ServerSpec, ServerVisitor};
 pub use service::{LongRequestClass, ServiceTimeDistribution, ServiceTimeError, ServiceTimeSampler};
-use ticks::{NEVER, units_to_ticks};
+use ticks::{NEVER, time_units_to_ticks};
 use workload::RequestGenerator;
 
 /// Results of a server simulation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RpcSimulationOutcome {
     /// Latencies of all requests after the warm-up.
-    pub all: LatencySummary,
+    pub overall_latency: LatencySummary,
     /// Latencies of each class that has requests, beginning with the shortest class.
-    pub classes: Vec<ClassLatency>,
+    pub class_latencies: Vec<ClassLatency>,
     /// Number of requests that arrived, including those of the warm-up.
-    pub requests: u64,
+    pub request_count: u64,
     /// Percentage of the requests that were dropped because the server was full.
-    pub dropped_pct: f64,
-    /// Latencies over time. Empty unless [`RpcSimulationConfig::window_length`] is set.
-    pub windows: Vec<WindowLatency>,
+    pub dropped_request_pct: f64,
+    /// Latencies over time. Empty unless [`RpcSimulationConfig::latency_window_length`] is set.
+    pub window_latencies: Vec<WindowLatency>,
 }
 
 /// Runs the simulation. An error names the value that is out of range, and the allowed range.
-pub fn run(config: &RpcSimulationConfig) -> Result<RpcSimulationOutcome, Error> {
+pub fn run(config: &RpcSimulationConfig) -> Result<RpcSimulationOutcome, RpcSimulationError> {
     config.check_load_below_capacity(RSS_BUCKET_COUNT)?;
-    let class_times = config.service.class_service_times();
-    let mut recorder = LatencyRecorder::new(class_times.len(), config.window_length);
-    let dropped_requests = simulate(config, config.offered_load, &mut recorder);
+    let class_times = config.service_times.class_service_times();
+    let mut recorder = LatencyRecorder::new(class_times.len(), config.latency_window_length);
+    let dropped_requests = simulate_and_count_drops(config, config.offered_load, &mut recorder);
     let class_latency =
         |(service, quantiles): (f64, Option<LatencySummary>)| Some(ClassLatency { service, quantiles: quantiles? });
     Ok(RpcSimulationOutcome {
-        all: recorder.overall_latencies().ok_or(Error::NothingMeasured)?,
-        classes: class_times.into_iter().zip(recorder.class_latencies()).filter_map(class_latency).collect(),
-        requests: config.request_count,
-        dropped_pct: dropped_requests as f64 / config.request_count as f64 * 100.0,
-        windows: recorder.into_windows(),
+        overall_latency: recorder.overall_latency().ok_or(RpcSimulationError::NothingMeasured)?,
+        class_latencies: class_times.into_iter().zip(recorder.class_latencies()).filter_map(class_latency).collect(),
+        request_count: config.request_count,
+        dropped_request_pct: dropped_requests as f64 / config.request_count as f64 * 100.0,
+        window_latencies: recorder.into_window_latencies(),
     })
 }
 
@@ -66,14 +66,15 @@ pub fn run(config: &RpcSimulationConfig) -> Result<RpcSimulationOutcome, Error> 
 const RSS_BUCKET_COUNT: u32 = 512;
 
 /// Simulates the configuration at `load` instead of its own load, and returns the number of dropped requests.
-fn simulate(config: &RpcSimulationConfig, load: f64, observer: &mut impl ResponseObserver) -> u64 {
-    let indirection_table = IndirectionTable::balanced(config.seed, RSS_BUCKET_COUNT as usize, config.cores)
-        .expect("512 is a power of two");
+fn simulate_and_count_drops(config: &RpcSimulationConfig, load: f64, observer: &mut impl ResponseObserver) -> u64 {
+    let indirection_table =
+        IndirectionTable::draw_balanced_entries(config.seed, RSS_BUCKET_COUNT as usize, config.cores)
+            .expect("512 is a power of two");
     let spec = ServerSpec {
         policy: &config.policy,
         core_count: config.cores,
-        class_count: config.service.class_service_times().len() as u8,
-        interface_latency: units_to_ticks(config.interface_latency),
+        class_count: config.service_times.class_service_times().len() as u8,
+        interface_latency: time_units_to_ticks(config.interface_latency),
         indirection_table: &indirection_table,
     };
     spec.build_and_visit(WorkloadRunner { config, offered_load: load, observer })
@@ -93,7 +94,7 @@ impl<O: ResponseObserver> ServerVisitor<O> for WorkloadRunner<'_, O> {
     fn visit_server(self, mut server: impl QueueingServer<O>) -> u64 {
         let mut workload = RequestGenerator::new(self.config, self.offered_load);
         let warm_up_requests = self.config.request_count / 10;
-        let queue_limit = self.config.queue_limit.unwrap_or(u64::MAX);
+        let queue_limit = self.config.max_requests_in_server.unwrap_or(u64::MAX);
         let mut dropped_requests = 0;
         for number in 0..self.config.request_count {
             let request = workload.draw_request();
@@ -101,10 +102,10 @@ impl<O: ResponseObserver> ServerVisitor<O> for WorkloadRunner<'_, O> {
                 self.observer.begin_measurement_at(request.arrived_at);
             }
             server.advance(request.arrived_at, self.observer);
-            if self.observer.is_result_decided() {
+            if self.observer.can_end_simulation_early() {
                 return dropped_requests;
             }
-            if server.outstanding_count() < queue_limit {
+            if server.outstanding_request_count() < queue_limit {
                 server.add_request(request);
             } else {
                 dropped_requests += 1;

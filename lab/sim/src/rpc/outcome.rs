@@ -4,7 +4,7 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use super::server::{ResponseSink, SimulatedResponse};
-use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, ticks_to_units, units_to_ticks};
+use super::ticks::{NEVER, TICKS_PER_SERVICE_TIME_UNIT, Tick, ticks_to_time_units, time_units_to_ticks};
 
 /// Mean and quantiles of the latency, in units of service time and within 0.05 %. Latency is measured from a request's
 /// arrival at the NIC to its response's departure.
@@ -44,25 +44,26 @@ pub struct WindowLatency {
 pub struct LatencyHistogram {
     histogram: Histogram<u64>,
     /// Exact sum of all latencies (ticks). The histogram alone would only yield an approximate sum.
-    latency_sum: u128,
+    latency_sum_ticks: u128,
 }
 
 impl LatencyHistogram {
     fn new() -> Self {
-        let mut histogram = Histogram::new_with_max(TICKS_PER_UNIT << 10, 3).expect("3 digits are allowed");
+        let mut histogram =
+            Histogram::new_with_max(TICKS_PER_SERVICE_TIME_UNIT << 10, 3).expect("3 digits are allowed");
         histogram.auto(true);
-        Self { histogram, latency_sum: 0 }
+        Self { histogram, latency_sum_ticks: 0 }
     }
 
     #[inline]
     fn record(&mut self, latency: Tick) {
         self.histogram.record(latency).expect("a histogram that grows takes every value");
-        self.latency_sum += u128::from(latency);
+        self.latency_sum_ticks += u128::from(latency);
     }
 
     fn merge(&mut self, other: &Self) {
         self.histogram.add(&other.histogram).expect("a histogram that grows takes every value");
-        self.latency_sum += other.latency_sum;
+        self.latency_sum_ticks += other.latency_sum_ticks;
     }
 
     /// Returns mean and quantiles of the latencies, or `None` if there are none.
@@ -71,9 +72,10 @@ impl LatencyHistogram {
         if latency_count == 0 {
             return None;
         }
-        let latency_at_quantile =
-            |quantile| ticks_to_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
-        let mean = self.latency_sum as f64 / latency_count as f64 / TICKS_PER_UNIT as f64;
+        let latency_at_quantile = |quantile| {
+            ticks_to_time_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)))
+        };
+        let mean = self.latency_sum_ticks as f64 / latency_count as f64 / TICKS_PER_SERVICE_TIME_UNIT as f64;
         Some(LatencySummary {
             mean,
             p50: latency_at_quantile(0.5),
@@ -104,7 +106,7 @@ impl LatencyRecorder {
     /// records latencies over time.
     pub fn new(class_count: usize, window_length: Option<f64>) -> Self {
         let windows = window_length.map(|length| LatencyWindows {
-            window_length: units_to_ticks(length),
+            window_length: time_units_to_ticks(length),
             window_start: 0,
             window_histogram: LatencyHistogram::new(),
             closed_windows: Vec::new(),
@@ -117,7 +119,7 @@ impl LatencyRecorder {
     }
 
     /// Returns the latencies of all classes together, or `None` if there were no responses.
-    pub fn overall_latencies(&self) -> Option<LatencySummary> {
+    pub fn overall_latency(&self) -> Option<LatencySummary> {
         let mut all_classes = LatencyHistogram::new();
         self.class_histograms.iter().for_each(|class| all_classes.merge(class));
         all_classes.summarize()
@@ -128,7 +130,7 @@ impl LatencyRecorder {
         self.class_histograms.iter().map(LatencyHistogram::summarize)
     }
 
-    pub fn into_windows(self) -> Vec<WindowLatency> {
+    pub fn into_window_latencies(self) -> Vec<WindowLatency> {
         self.windows.map_or(Vec::new(), |mut windows| {
             windows.close_window();
             windows.closed_windows
@@ -148,12 +150,12 @@ impl LatencyWindows {
     fn close_window(&mut self) {
         if let Some(quantiles) = self.window_histogram.summarize() {
             self.closed_windows.push(WindowLatency {
-                from: ticks_to_units(self.window_start),
+                from: ticks_to_time_units(self.window_start),
                 responses: self.window_histogram.histogram.len(),
                 quantiles,
             });
             self.window_histogram.histogram.reset();
-            self.window_histogram.latency_sum = 0;
+            self.window_histogram.latency_sum_ticks = 0;
         }
     }
 }
@@ -164,7 +166,7 @@ pub trait ResponseObserver: ResponseSink {
     fn begin_measurement_at(&mut self, start_time: Tick);
 
     /// Returns whether the observer's result is already certain. If so, the simulation can end early.
-    fn is_result_decided(&self) -> bool {
+    fn can_end_simulation_early(&self) -> bool {
         false
     }
 }

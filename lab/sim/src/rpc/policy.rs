@@ -76,7 +76,7 @@ pub const CORE_SELECTION_POLICY_SYNTAX: [&str; 13] = [
 /// Default additional time of a stolen request, in units of service time. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 %
 /// of the ideal for requests of 5 us, and within 15 % from 20 us on. So stealing costs a few microseconds, about half
 /// the service time of requests that take a few microseconds.
-const DEFAULT_STEALING_COST: f64 = 0.5;
+const DEFAULT_STEALING_COST_SERVICE_TIMES: f64 = 0.5;
 
 impl FromStr for CoreSelectionPolicy {
     type Err = CoreSelectionPolicyError;
@@ -115,10 +115,11 @@ impl CoreSelectionPolicy {
             ("jbsrq-fifo", options) => Ok(Self::ClassBoundedQueue(parse_options(options)?)),
             ("rss", None) => Ok(Self::Rss),
             ("rss-rebalanced", Some(interval_text)) => {
-                let rebalance_interval = parse_time(interval_text).filter(|every| *every >= MIN_REBALANCE_INTERVAL);
+                let rebalance_interval =
+                    parse_time(interval_text).filter(|every| *every >= MIN_REBALANCE_INTERVAL_SERVICE_TIMES);
                 Ok(Self::RssRebalancedEvery(rebalance_interval.ok_or(" with T from 0.01 to 1000000 service times")?))
             }
-            ("work-stealing", None) => Ok(Self::WorkStealingAtCost(DEFAULT_STEALING_COST)),
+            ("work-stealing", None) => Ok(Self::WorkStealingAtCost(DEFAULT_STEALING_COST_SERVICE_TIMES)),
             ("work-stealing", Some(cost)) => {
                 Ok(Self::WorkStealingAtCost(parse_time(cost).ok_or(" with COST from 0 to 1000000 service times")?))
             }
@@ -137,16 +138,16 @@ fn parse_options<T: FromStr<Err: fmt::Display>>(options: Option<&str>) -> Result
     options.unwrap_or_default().parse::<T>().map_err(|detail| format!(": {detail}"))
 }
 
-/// Parses a time from 0 to [`MAX_PARAMETER_TIME`].
+/// Parses a time from 0 to [`MAX_PARAMETER_SERVICE_TIMES`].
 fn parse_time(text: &str) -> Option<f64> {
-    text.parse().ok().filter(|time: &f64| (0.0..=MAX_PARAMETER_TIME).contains(time))
+    text.parse().ok().filter(|time: &f64| (0.0..=MAX_PARAMETER_SERVICE_TIMES).contains(time))
 }
 
 /// Longest time to which a policy's parameter can be set, in units of service time.
-const MAX_PARAMETER_TIME: f64 = 1e6;
+const MAX_PARAMETER_SERVICE_TIMES: f64 = 1e6;
 /// Shortest interval between two redistributions of buckets (units of service time). With shorter ones, simulations
 /// would take hours.
-const MIN_REBALANCE_INTERVAL: f64 = 0.01;
+const MIN_REBALANCE_INTERVAL_SERVICE_TIMES: f64 = 0.01;
 
 impl fmt::Display for CoreSelectionPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -182,7 +183,7 @@ impl CoreSelectionPolicy {
 
     /// Returns whether each request goes to the core that its connection's RSS hash selects, which load balancers can
     /// predict.
-    pub fn follows_rss(&self) -> bool {
+    pub fn selects_core_by_rss(&self) -> bool {
         matches!(self, Self::Rss | Self::RssRebalancedEvery(_) | Self::WorkStealingAtCost(_))
     }
 
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn capacity_is_limited_by_the_round_trip_of_each_request() {
+    fn round_trip_time_limits_core_capacity() {
         assert_eq!(CoreSelectionPolicy::CentralFcfs.max_stable_load(1.0, 0.5), 0.5);
         assert_eq!("jbsq:2".parse::<CoreSelectionPolicy>().unwrap().max_stable_load(1.0, 0.5), 1.0);
         assert_eq!(CoreSelectionPolicy::ShortestQueue.max_stable_load(1.0, 0.5), 1.0);

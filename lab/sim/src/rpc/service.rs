@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use rand::Rng;
 
-use super::ticks::{TICKS_PER_UNIT, Tick, units_to_ticks};
+use super::ticks::{TICKS_PER_SERVICE_TIME_UNIT, Tick, time_units_to_ticks};
 use crate::names::UnknownName;
 use crate::random::{draw_exponential, draw_log_normal};
 
@@ -182,26 +182,26 @@ pub enum ServiceTimeSampler {
     Classes(ServiceTimeClassSampler),
 }
 
-const MAX_REQUEST_CLASSES: usize = 3;
+const MAX_SERVICE_TIME_CLASSES: usize = 3;
 
 /// Sampler of a request's class. A random 32-bit number selects the first class i for which it is below
 /// `class_thresholds[i]`.
 #[derive(Debug, Clone)]
 pub struct ServiceTimeClassSampler {
-    class_thresholds: [u64; MAX_REQUEST_CLASSES],
-    service_times: [Tick; MAX_REQUEST_CLASSES],
+    class_random_upper_bounds: [u64; MAX_SERVICE_TIME_CLASSES],
+    service_time_by_class: [Tick; MAX_SERVICE_TIME_CLASSES],
 }
 
 impl ServiceTimeClassSampler {
     fn new(long_classes: &[LongRequestClass]) -> Self {
         let mut sampler = Self {
-            class_thresholds: [1 << 32; MAX_REQUEST_CLASSES],
-            service_times: [TICKS_PER_UNIT; MAX_REQUEST_CLASSES],
+            class_random_upper_bounds: [1 << 32; MAX_SERVICE_TIME_CLASSES],
+            service_time_by_class: [TICKS_PER_SERVICE_TIME_UNIT; MAX_SERVICE_TIME_CLASSES],
         };
         let mut cumulative_fraction = 1.0 - long_classes.iter().map(|class| class.request_fraction).sum::<f64>();
         for (index, class) in long_classes.iter().enumerate() {
-            sampler.class_thresholds[index] = (cumulative_fraction * f64::from(1u32 << 31) * 2.0 + 0.5) as u64;
-            sampler.service_times[index + 1] = units_to_ticks(class.service_time_factor);
+            sampler.class_random_upper_bounds[index] = (cumulative_fraction * f64::from(1u32 << 31) * 2.0 + 0.5) as u64;
+            sampler.service_time_by_class[index + 1] = time_units_to_ticks(class.service_time_factor);
             cumulative_fraction += class.request_fraction;
         }
         sampler
@@ -213,14 +213,16 @@ impl ServiceTimeSampler {
     #[inline]
     pub fn sample_class_and_time(&self, rng: &mut impl Rng) -> (u8, Tick) {
         match self {
-            Self::Exponential => (0, units_to_ticks(draw_exponential(rng))),
+            Self::Exponential => (0, time_units_to_ticks(draw_exponential(rng))),
             // The mean of a lognormal distribution is exp(mu + sigma^2 / 2), which this mu makes 1.
-            Self::LogNormalWithSigma(sigma) => (0, units_to_ticks(draw_log_normal(rng, -sigma * sigma / 2.0, *sigma))),
+            Self::LogNormalWithSigma(sigma) => {
+                (0, time_units_to_ticks(draw_log_normal(rng, -sigma * sigma / 2.0, *sigma)))
+            }
             Self::Classes(class_sampler) => {
                 let random_number = u64::from(rng.next_u32());
-                let class_index = usize::from(random_number >= class_sampler.class_thresholds[0])
-                    + usize::from(random_number >= class_sampler.class_thresholds[1]);
-                (class_index as u8, class_sampler.service_times[class_index])
+                let class_index = usize::from(random_number >= class_sampler.class_random_upper_bounds[0])
+                    + usize::from(random_number >= class_sampler.class_random_upper_bounds[1]);
+                (class_index as u8, class_sampler.service_time_by_class[class_index])
             }
         }
     }
@@ -231,7 +233,7 @@ mod tests {
     use coreward_model::rss::seeded_rng;
 
     use super::*;
-    use crate::rpc::ticks::ticks_to_units;
+    use crate::rpc::ticks::ticks_to_time_units;
 
     #[test]
     fn distribution_names_round_trip() {
@@ -267,7 +269,7 @@ mod tests {
             let (count, mut sum, mut classes) = (200_000, 0.0, [0; 3]);
             for _ in 0..count {
                 let (class, time) = sampler.sample_class_and_time(&mut rng);
-                sum += ticks_to_units(time);
+                sum += ticks_to_time_units(time);
                 classes[usize::from(class)] += 1;
             }
             // The standard deviations are at most 2.8, so the mean of 200,000 draws is accurate to about 0.02.

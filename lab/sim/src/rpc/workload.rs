@@ -6,7 +6,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::server::SimulatedRequest;
 use super::service::ServiceTimeSampler;
-use super::ticks::{TICKS_PER_UNIT, Tick};
+use super::ticks::{TICKS_PER_SERVICE_TIME_UNIT, Tick};
 use super::{ClassPriorities, RpcSimulationConfig};
 use crate::random::draw_exponential;
 
@@ -41,9 +41,9 @@ impl RequestGenerator {
             )
         });
         Self {
-            mean_arrival_interval_ticks: config.service.mean() / (load * f64::from(config.cores))
-                * TICKS_PER_UNIT as f64,
-            service_time_sampler: config.service.build_sampler(),
+            mean_arrival_interval_ticks: config.service_times.mean() / (load * f64::from(config.cores))
+                * TICKS_PER_SERVICE_TIME_UNIT as f64,
+            service_time_sampler: config.service_times.build_sampler(),
             connection_sampler,
             priorities: config.policy.class_priorities(),
             last_arrival_at: 0,
@@ -61,7 +61,7 @@ impl RequestGenerator {
         let hash = self.hash_rng.next_u32();
         SimulatedRequest {
             arrived_at: self.last_arrival_at,
-            work,
+            service_time: work,
             request_hash: hash,
             flow_hash: self
                 .connection_sampler
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_have_zipf_shares() {
+    fn connections_have_zipf_request_shares() {
         let mut rng = seeded_rng(1, 0);
         let sampler = ConnectionSampler::new(4, 1.0, &mut rng);
         let mut count_by_connection: HashMap<u32, u32> = HashMap::new();

@@ -11,34 +11,37 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use super::{CoreServiceRate, FirstPacket, FlowEvent, PacketBatch, PacketSkipCounts, Trace, TraceError, TracePacket};
+use super::{
+    CoreServiceRate, FlowFirstPacket, PacketBatch, PacketSkipCounts, PacketTrace, TraceError, TraceFlowEvent,
+    TracePacket,
+};
 
 /// Maximum number of packets in a batch that is merged from several copies.
 const MAX_BATCH_PACKETS: usize = 16_384;
 
 /// Part of another trace between two times. Packet times are shifted so that this slice starts at 0.
 pub struct TraceSlice {
-    trace: Box<dyn Trace>,
+    trace: Box<dyn PacketTrace>,
     from_ns: u64,
     until_ns: u64,
     /// First packet of each flow that began before the slice but has not yet sent a packet within it, by flow number.
-    unsent_first_packets: HashMap<u32, FirstPacket>,
+    unsent_first_packets: HashMap<u32, FlowFirstPacket>,
     /// Numbers of the flows that have sent a packet within the slice and have not ended.
-    open_flows: HashMap<u32, ()>,
+    open_flow_numbers: HashMap<u32, ()>,
     has_ended: bool,
 }
 
 impl TraceSlice {
     /// Creates the slice of `trace` from `from_ns` to `until_ns`. Panics when the trace has a history, which cannot be
     /// cut.
-    pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
+    pub fn new(trace: Box<dyn PacketTrace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_duration_ns(), 0, "a trace with a history is not cut");
         Self {
             trace,
             from_ns,
             until_ns,
             unsent_first_packets: HashMap::new(),
-            open_flows: HashMap::new(),
+            open_flow_numbers: HashMap::new(),
             has_ended: false,
         }
     }
@@ -60,7 +63,7 @@ impl TraceSlice {
         }
     }
 
-    fn track_packet_before_slice(&mut self, packet: &TracePacket, first_packet: Option<FirstPacket>) {
+    fn track_packet_before_slice(&mut self, packet: &TracePacket, first_packet: Option<FlowFirstPacket>) {
         if let Some(first_packet) = first_packet {
             self.unsent_first_packets.insert(packet.flow_number, first_packet);
         }
@@ -72,7 +75,7 @@ impl TraceSlice {
     fn process_packet_in_slice(
         &mut self,
         packet: &TracePacket,
-        first_packet: Option<FirstPacket>,
+        first_packet: Option<FlowFirstPacket>,
         slice_batch: &mut PacketBatch,
     ) {
         let unsent_first_packet = self.unsent_first_packets.remove(&packet.flow_number);
@@ -82,18 +85,18 @@ impl TraceSlice {
         let mut event = packet.event;
         if let Some(first_packet) = first_packet.or(unsent_first_packet) {
             slice_batch.first_packets.push(first_packet);
-            event = if event.closes_flow() { FlowEvent::OPENS_AND_CLOSES } else { FlowEvent::OPENS };
+            event = if event.closes_flow() { TraceFlowEvent::OPENS_AND_CLOSES } else { TraceFlowEvent::OPENS };
         }
         if event.closes_flow() {
-            self.open_flows.remove(&packet.flow_number);
+            self.open_flow_numbers.remove(&packet.flow_number);
         } else if event.opens_flow() {
-            self.open_flows.insert(packet.flow_number, ());
+            self.open_flow_numbers.insert(packet.flow_number, ());
         }
         slice_batch.packets.push(TracePacket { time_ns: packet.time_ns - self.from_ns, event, ..*packet });
     }
 }
 
-impl Trace for TraceSlice {
+impl PacketTrace for TraceSlice {
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         let mut source_batch = PacketBatch::default();
@@ -104,21 +107,21 @@ impl Trace for TraceSlice {
         }
         if self.has_ended {
             // Flows that are still open when the slice ends send nothing more.
-            let mut open_flows: Vec<u32> = self.open_flows.drain().map(|(flow, ())| flow).collect();
+            let mut open_flows: Vec<u32> = self.open_flow_numbers.drain().map(|(flow, ())| flow).collect();
             open_flows.sort_unstable();
             let time_ns = self.until_ns - self.from_ns;
             batch.packets.extend(open_flows.into_iter().map(|flow| TracePacket {
                 time_ns,
                 flow_number: flow,
                 wire_bytes: 0,
-                event: FlowEvent::EXPIRES,
+                event: TraceFlowEvent::EXPIRES,
             }));
         }
         Ok(())
     }
 
-    fn skip_counts(&self) -> PacketSkipCounts {
-        self.trace.skip_counts()
+    fn skipped_packet_counts(&self) -> PacketSkipCounts {
+        self.trace.skipped_packet_counts()
     }
 
     fn reordered_packet_count(&self) -> u64 {
@@ -135,7 +138,7 @@ impl Trace for TraceSlice {
 }
 
 struct TraceCopy {
-    trace: Box<dyn Trace>,
+    trace: Box<dyn PacketTrace>,
     start_ns: u64,
     copy_number: u32,
     batch: PacketBatch,
@@ -166,7 +169,7 @@ pub struct TraceOverlay {
 
 impl TraceOverlay {
     /// Creates an overlay of the given traces, each with its start time (ns) and its copy number.
-    pub fn new(traces: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
+    pub fn new(traces: Vec<(Box<dyn PacketTrace>, u64, u32)>) -> Self {
         let to_trace_copy = |(trace, start_ns, copy_number)| TraceCopy {
             trace,
             start_ns,
@@ -190,7 +193,7 @@ impl TraceOverlay {
     }
 }
 
-impl Trace for TraceOverlay {
+impl PacketTrace for TraceOverlay {
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         if !self.is_started {
@@ -208,9 +211,10 @@ impl Trace for TraceOverlay {
             if packet.event.opens_flow() {
                 let first_packet = copy.batch.first_packets[copy.next_first_packet_index];
                 copy.next_first_packet_index += 1;
-                batch
-                    .first_packets
-                    .push(FirstPacket { tuple: tuple_in_copy(&first_packet.tuple, copy.copy_number), ..first_packet });
+                batch.first_packets.push(FlowFirstPacket {
+                    tuple: to_trace_copy_tuple(&first_packet.tuple, copy.copy_number),
+                    ..first_packet
+                });
             }
             batch.packets.push(TracePacket {
                 time_ns,
@@ -222,9 +226,9 @@ impl Trace for TraceOverlay {
         Ok(())
     }
 
-    fn skip_counts(&self) -> PacketSkipCounts {
+    fn skipped_packet_counts(&self) -> PacketSkipCounts {
         let mut skip_counts = PacketSkipCounts::new();
-        for (reason, packets) in self.copies.iter().flat_map(|trace_copy| trace_copy.trace.skip_counts()) {
+        for (reason, packets) in self.copies.iter().flat_map(|trace_copy| trace_copy.trace.skipped_packet_counts()) {
             *skip_counts.entry(reason).or_default() += packets;
         }
         skip_counts
@@ -250,12 +254,13 @@ impl Trace for TraceOverlay {
 /// Returns the 4-tuple that a flow has in copy `copy_number` of its trace. Copy 0 keeps the original. Others hash the
 /// addresses, because Toeplitz is linear: with a constant difference, flows that share a bucket would share one in
 /// every copy.
-fn tuple_in_copy(tuple: &FourTuple, copy_number: u32) -> FourTuple {
-    let socket_in_copy = |socket: SocketAddr| SocketAddr::new(address_in_copy(socket.ip(), copy_number), socket.port());
+fn to_trace_copy_tuple(tuple: &FourTuple, copy_number: u32) -> FourTuple {
+    let socket_in_copy =
+        |socket: SocketAddr| SocketAddr::new(to_trace_copy_address(socket.ip(), copy_number), socket.port());
     FourTuple::new(socket_in_copy(tuple.client()), socket_in_copy(tuple.vip())).expect("families stay as they are")
 }
 
-fn address_in_copy(address: IpAddr, copy_number: u32) -> IpAddr {
+fn to_trace_copy_address(address: IpAddr, copy_number: u32) -> IpAddr {
     if copy_number == 0 {
         return address;
     }
@@ -286,20 +291,20 @@ mod tests {
     /// Trace in which flow 5 sends packets at 0, 10, .. 90 ns, and flow 6 at 35 and 65 ns.
     struct SmallTrace(Vec<PacketBatch>);
 
-    fn build_small_trace() -> Box<dyn Trace> {
+    fn build_small_trace() -> Box<dyn PacketTrace> {
         let build_tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
-        let build_first_packet = |port| FirstPacket { tuple: build_tuple(port), rate_pps: None };
+        let build_first_packet = |port| FlowFirstPacket { tuple: build_tuple(port), flow_rate_pps: None };
         let build_packet = |time_ns, flow, event| TracePacket { time_ns, flow_number: flow, wire_bytes: 60, event };
-        let mut packets: Vec<TracePacket> = (0..10u64).map(|n| build_packet(n * 10, 5, FlowEvent::NONE)).collect();
-        packets[0].event = FlowEvent::OPENS;
-        packets.push(build_packet(35, 6, FlowEvent::OPENS));
-        packets.push(build_packet(65, 6, FlowEvent::CLOSES));
+        let mut packets: Vec<TracePacket> = (0..10u64).map(|n| build_packet(n * 10, 5, TraceFlowEvent::NONE)).collect();
+        packets[0].event = TraceFlowEvent::OPENS;
+        packets.push(build_packet(35, 6, TraceFlowEvent::OPENS));
+        packets.push(build_packet(65, 6, TraceFlowEvent::CLOSES));
         packets.sort_by_key(|packet| packet.time_ns);
         let batch = PacketBatch { packets, first_packets: vec![build_first_packet(1), build_first_packet(2)] };
         Box::new(SmallTrace(vec![batch]))
     }
 
-    impl Trace for SmallTrace {
+    impl PacketTrace for SmallTrace {
         fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
             *batch = self.0.pop().unwrap_or_default();
             Ok(())
@@ -310,7 +315,7 @@ mod tests {
         }
     }
 
-    fn read_all_packets(mut trace: impl Trace) -> (Vec<(u64, u32, FlowEvent)>, Vec<FirstPacket>) {
+    fn read_all_packets(mut trace: impl PacketTrace) -> (Vec<(u64, u32, TraceFlowEvent)>, Vec<FlowFirstPacket>) {
         let (mut batch, mut packets, mut first_packets) = (PacketBatch::default(), Vec::new(), Vec::new());
         loop {
             trace.read(&mut batch).unwrap();
@@ -328,10 +333,10 @@ mod tests {
         assert_eq!(
             packets,
             [
-                (5, 5, FlowEvent::OPENS),
-                (10, 6, FlowEvent::OPENS_AND_CLOSES),
-                (15, 5, FlowEvent::NONE),
-                (20, 5, FlowEvent::EXPIRES)
+                (5, 5, TraceFlowEvent::OPENS),
+                (10, 6, TraceFlowEvent::OPENS_AND_CLOSES),
+                (15, 5, TraceFlowEvent::NONE),
+                (20, 5, TraceFlowEvent::EXPIRES)
             ]
         );
         assert_eq!(
@@ -340,7 +345,7 @@ mod tests {
         );
         // From the beginning, the slice equals the trace, except that it also has the ends of flows.
         let (packets, _) = read_all_packets(TraceSlice::new(build_small_trace(), 0, 100));
-        assert_eq!((packets.len(), packets[12]), (13, (100, 5, FlowEvent::EXPIRES)));
+        assert_eq!((packets.len(), packets[12]), (13, (100, 5, TraceFlowEvent::EXPIRES)));
     }
 
     #[test]
@@ -349,24 +354,24 @@ mod tests {
         let (packets, first_packets) = read_all_packets(TraceOverlay::new(traces));
         assert_eq!(packets.len(), 24);
         assert!(packets.is_sorted_by_key(|(time_ns, ..)| *time_ns));
-        assert_eq!((packets[0], packets[1]), ((0, 10, FlowEvent::OPENS), (3, 11, FlowEvent::OPENS)));
+        assert_eq!((packets[0], packets[1]), ((0, 10, TraceFlowEvent::OPENS), (3, 11, TraceFlowEvent::OPENS)));
         let clients: std::collections::HashSet<_> =
             first_packets.iter().map(|first_packet| first_packet.tuple.client()).collect();
         assert_eq!(clients.len(), 4);
     }
 
     #[test]
-    fn copied_addresses_differ_by_varying_amounts() {
+    fn addresses_differ_irregularly_between_trace_copies() {
         let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(|text| text.parse::<Ipv4Addr>().unwrap());
         let address_differences: std::collections::HashSet<u32> = addresses
-            .map(|address| match address_in_copy(address.into(), 3) {
+            .map(|address| match to_trace_copy_address(address.into(), 3) {
                 IpAddr::V4(copied_address) => copied_address.to_bits() ^ address.to_bits(),
                 IpAddr::V6(_) => unreachable!("stays IPv4"),
             })
             .into();
         assert_eq!(address_differences.len(), 3);
         let v6: IpAddr = "2001:db8::1".parse().unwrap();
-        assert_ne!(address_in_copy(v6, 1), address_in_copy(v6, 2));
-        assert_eq!(address_in_copy(v6, 0), v6);
+        assert_ne!(to_trace_copy_address(v6, 1), to_trace_copy_address(v6, 2));
+        assert_eq!(to_trace_copy_address(v6, 0), v6);
     }
 }

@@ -2,7 +2,7 @@
 
 use coreward_model::arrivals::ArrivalLog;
 
-use super::{CoreServiceRate, FirstPacket, FlowEvent, PacketBatch, Trace, TraceError, TracePacket};
+use super::{CoreServiceRate, FlowFirstPacket, PacketBatch, PacketTrace, TraceError, TraceFlowEvent, TracePacket};
 
 const MAX_BATCH_PACKETS: usize = 16_384;
 
@@ -39,21 +39,21 @@ impl ArrivalLogTrace {
     }
 }
 
-impl Trace for ArrivalLogTrace {
+impl PacketTrace for ArrivalLogTrace {
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         let end_index = (self.next_request_index + MAX_BATCH_PACKETS).min(self.requests_by_due_time.len());
         for (due_us, connection, index) in &self.requests_by_due_time[self.next_request_index..end_index] {
             let arrival = &self.log.arrivals[*connection as usize];
             let event = match (*index == 0, *index + 1 == arrival.request_count) {
-                (false, false) => FlowEvent::NONE,
-                (false, true) => FlowEvent::CLOSES,
-                (true, false) => FlowEvent::OPENS,
-                (true, true) => FlowEvent::OPENS_AND_CLOSES,
+                (false, false) => TraceFlowEvent::NONE,
+                (false, true) => TraceFlowEvent::CLOSES,
+                (true, false) => TraceFlowEvent::OPENS,
+                (true, true) => TraceFlowEvent::OPENS_AND_CLOSES,
             };
             if event.opens_flow() {
                 let rate_pps = Some(1e6 / f64::from(arrival.request_interval_us.max(1)));
-                batch.first_packets.push(FirstPacket { tuple: arrival.four_tuple(), rate_pps });
+                batch.first_packets.push(FlowFirstPacket { tuple: arrival.four_tuple(), flow_rate_pps: rate_pps });
             }
             batch.packets.push(TracePacket { time_ns: due_us * 1_000, flow_number: *connection, wire_bytes: 0, event });
         }

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use super::campus::{ActiveFlow, FlowGenerator, KeyedFirstPacket, append_packets, sort_batch};
 use super::settings::{TrafficSettingError, parse_settings};
-use super::{PacketBatch, Trace, TraceError};
+use super::{PacketBatch, PacketTrace, TraceError};
 
 /// Start of the burst (ns after the trace's start). It is within the first window, which is not measured.
 const BURST_START_NS: u64 = 500_000_000;
@@ -46,7 +46,7 @@ impl FromStr for BurstTrafficSettings {
                 "seed" => settings.seed = Some(setting.parse_integer_in(0..=u64::MAX)?),
                 "connections" => settings.connection_count = setting.parse_integer_in(1..=1_000_000)? as u32,
                 "seconds" => settings.duration_s = setting.parse_integer_in(2..=3_600)?,
-                _ => return Err(setting.unknown_name_error(&["seed", "connections", "seconds"])),
+                _ => return Err(setting.build_unknown_name_error(&["seed", "connections", "seconds"])),
             }
         }
         Ok(settings)
@@ -76,7 +76,7 @@ impl BurstTrace {
     }
 }
 
-impl Trace for BurstTrace {
+impl PacketTrace for BurstTrace {
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {

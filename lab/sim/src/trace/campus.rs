@@ -27,7 +27,7 @@ use rand_distr::{Distribution as _, Exp1, LogNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::settings::{TrafficSettingError, parse_settings};
-use super::{FirstPacket, FlowEvent, PacketBatch, Trace, TraceError, TracePacket};
+use super::{FlowFirstPacket, PacketBatch, PacketTrace, TraceError, TraceFlowEvent, TracePacket};
 
 /// Component of the mixture distribution of packets per flow. Parameters are those of SciPy with `loc` 0.
 struct FlowLengthComponent {
@@ -72,13 +72,13 @@ const FLOW_LENGTH_MIXTURE: [FlowLengthComponent; 10] = [
 /// Maximum duration of a flow (s).
 const MAX_FLOW_SECONDS: f64 = 300.0;
 /// Maximum rate of a flow (packets/s).
-const MAX_RATE_PPS: f64 = 4_000.0;
+const MAX_FLOW_RATE_PPS: f64 = 4_000.0;
 /// Median of the flows' log-normal rates (packets/s).
-const MEDIAN_RATE_PPS: f64 = 150.0;
+const MEDIAN_FLOW_RATE_PPS: f64 = 150.0;
 /// Standard deviation of the natural logarithm of the flows' rates.
 const FLOW_RATE_LOG_SIGMA: f64 = 1.3;
 /// Maximum number of packets in a flow, which follows from the maximum duration and rate.
-const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE_PPS;
+const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_FLOW_RATE_PPS;
 /// Mean packet size in the measured hour of campus traffic (bytes), computed from 547 GB in 681 million packets.
 const MEAN_PACKET_BYTES: u16 = 803;
 /// Duration of each time slice, whose packets are drawn and sorted together (ns).
@@ -101,12 +101,12 @@ pub struct CampusTrafficSettings {
     pub duration_s: u64,
     /// Duration of the history before the first packet (s), from 0 to 300. The load balancer already places flows in
     /// it.
-    pub history_s: u64,
+    pub history_duration_s: u64,
 }
 
 impl Default for CampusTrafficSettings {
     fn default() -> Self {
-        Self { seed: None, flows_per_s: 3_000.0, duration_s: 10, history_s: MAX_FLOW_SECONDS as u64 }
+        Self { seed: None, flows_per_s: 3_000.0, duration_s: 10, history_duration_s: MAX_FLOW_SECONDS as u64 }
     }
 }
 
@@ -122,8 +122,8 @@ impl FromStr for CampusTrafficSettings {
                 "seed" => settings.seed = Some(setting.parse_integer_in(0..=u64::MAX)?),
                 "flows" => settings.flows_per_s = setting.parse_integer_in(1..=1_000_000)? as f64,
                 "seconds" => settings.duration_s = setting.parse_integer_in(1..=3_600)?,
-                "history" => settings.history_s = setting.parse_integer_in(0..=MAX_FLOW_SECONDS as u64)?,
-                _ => return Err(setting.unknown_name_error(&["seed", "flows", "seconds", "history"])),
+                "history" => settings.history_duration_s = setting.parse_integer_in(0..=MAX_FLOW_SECONDS as u64)?,
+                _ => return Err(setting.build_unknown_name_error(&["seed", "flows", "seconds", "history"])),
             }
         }
         Ok(settings)
@@ -152,8 +152,8 @@ impl ActiveFlow {
         }
     }
 
-    fn first_packet(&self) -> FirstPacket {
-        FirstPacket { tuple: self.tuple, rate_pps: Some(1e9 / self.packet_interval_ns) }
+    fn first_packet(&self) -> FlowFirstPacket {
+        FlowFirstPacket { tuple: self.tuple, flow_rate_pps: Some(1e9 / self.packet_interval_ns) }
     }
 
     /// Returns the time at which the flow ends, which is one interval after its last packet.
@@ -177,12 +177,12 @@ pub struct CampusTrace {
     next_flow_number: u32,
 }
 
-pub(super) type KeyedFirstPacket = ((u64, u32), FirstPacket);
+pub(super) type KeyedFirstPacket = ((u64, u32), FlowFirstPacket);
 
 impl CampusTrace {
     /// Creates campus traffic with these settings. `seed` is used only if the settings contain no seed.
     pub fn new(settings: &CampusTrafficSettings, seed: u64) -> Self {
-        let history_ns = settings.history_s * 1_000_000_000;
+        let history_ns = settings.history_duration_s * 1_000_000_000;
         let mut trace = Self {
             flow_generator: FlowGenerator::new(settings.seed.unwrap_or(seed)),
             next_arrival_s: -MAX_FLOW_SECONDS,
@@ -262,7 +262,7 @@ impl CampusTrace {
     }
 }
 
-impl Trace for CampusTrace {
+impl PacketTrace for CampusTrace {
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         // A slice may be empty, but an empty batch would signal the end of the trace.
@@ -304,11 +304,11 @@ fn append_history_events(
     if flow.is_new {
         let time_ns = flow.next_packet_at_ns as u64;
         first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
-        events.push(build_event(time_ns, FlowEvent::BEGINS_IN_HISTORY));
+        events.push(build_event(time_ns, TraceFlowEvent::BEGINS_IN_HISTORY));
         flow.is_new = false;
     }
     if flow.end_ns() < until_ns {
-        events.push(build_event(flow.end_ns() as u64, FlowEvent::EXPIRES));
+        events.push(build_event(flow.end_ns() as u64, TraceFlowEvent::EXPIRES));
         flow.remaining_packets = 0;
     }
 }
@@ -332,10 +332,10 @@ pub(super) fn append_packets(
     while flow.remaining_packets > 0 && flow.next_packet_at_ns < until_ns {
         let time_ns = flow.next_packet_at_ns as u64;
         let event = match (flow.is_new, flow.remaining_packets == 1) {
-            (false, false) => FlowEvent::NONE,
-            (false, true) => FlowEvent::CLOSES,
-            (true, false) => FlowEvent::OPENS,
-            (true, true) => FlowEvent::OPENS_AND_CLOSES,
+            (false, false) => TraceFlowEvent::NONE,
+            (false, true) => TraceFlowEvent::CLOSES,
+            (true, false) => TraceFlowEvent::OPENS,
+            (true, true) => TraceFlowEvent::OPENS_AND_CLOSES,
         };
         if flow.is_new {
             first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
@@ -350,9 +350,9 @@ pub(super) fn append_packets(
 /// Generator that draws the properties of random flows.
 pub(super) struct FlowGenerator {
     rng: Xoshiro256PlusPlus,
-    rate_distribution: LogNormal<f64>,
+    packet_rate_distribution: LogNormal<f64>,
     /// Components of the mixture of flow lengths, each with its cumulative weight and its distribution.
-    mixture_components: Vec<(f64, FlowLengthSampler)>,
+    flow_length_components: Vec<(f64, FlowLengthSampler)>,
 }
 
 enum FlowLengthSampler {
@@ -373,21 +373,21 @@ impl FlowGenerator {
             };
             (cumulative_weight, sampler)
         });
-        let mixture_components = mixture_components.collect();
-        let rate_distribution = LogNormal::new(0.0, FLOW_RATE_LOG_SIGMA).expect("a constant above 0");
-        Self { rng: seeded_rng(seed, RNG_STREAM_CAMPUS_TRAFFIC), rate_distribution, mixture_components }
+        let flow_length_components = mixture_components.collect();
+        let packet_rate_distribution = LogNormal::new(0.0, FLOW_RATE_LOG_SIGMA).expect("a constant above 0");
+        Self { rng: seeded_rng(seed, RNG_STREAM_CAMPUS_TRAFFIC), packet_rate_distribution, flow_length_components }
     }
 
     /// Draws a flow's number of packets, which is an integer from 1 to [`MAX_FLOW_PACKETS`].
     fn draw_packet_count(&mut self) -> f64 {
         loop {
-            let (total_weight, _) = self.mixture_components[self.mixture_components.len() - 1];
+            let (total_weight, _) = self.flow_length_components[self.flow_length_components.len() - 1];
             let drawn_weight = self.rng.random::<f64>() * total_weight;
             let component_index = self
-                .mixture_components
+                .flow_length_components
                 .partition_point(|(cumulative_weight, _)| *cumulative_weight <= drawn_weight)
-                .min(self.mixture_components.len() - 1);
-            let flow_length = match &self.mixture_components[component_index].1 {
+                .min(self.flow_length_components.len() - 1);
+            let flow_length = match &self.flow_length_components[component_index].1 {
                 FlowLengthSampler::UniformUpTo(high) => self.rng.random::<f64>() * high,
                 FlowLengthSampler::ScaledLognormal(scale, lognormal) => scale * lognormal.sample(&mut self.rng),
             };
@@ -399,7 +399,7 @@ impl FlowGenerator {
 
     /// Draws a flow's rate (packets/s), independently of its number of packets.
     pub fn draw_rate_pps(&mut self) -> f64 {
-        (MEDIAN_RATE_PPS * self.rate_distribution.sample(&mut self.rng)).min(MAX_RATE_PPS)
+        (MEDIAN_FLOW_RATE_PPS * self.packet_rate_distribution.sample(&mut self.rng)).min(MAX_FLOW_RATE_PPS)
     }
 
     /// Draws a number from 0 (inclusive) to 1 (exclusive), uniformly distributed.
@@ -444,7 +444,7 @@ mod tests {
         let seed_count = 12;
         for seed in 1..=seed_count {
             let mut trace = CampusTrace::new(
-                &CampusTrafficSettings { duration_s: 6, history_s: 0, ..CampusTrafficSettings::default() },
+                &CampusTrafficSettings { duration_s: 6, history_duration_s: 0, ..CampusTrafficSettings::default() },
                 seed,
             );
             let mut batch = PacketBatch::default();
@@ -468,7 +468,7 @@ mod tests {
 
     /// Returns the number of packets, the number of started flows, the number of flows that are open at the first
     /// packet, and the highest flow number.
-    fn read_and_check_trace(campus: CampusTrafficSettings) -> (u64, usize, usize, u32) {
+    fn check_trace_and_count_flows(campus: CampusTrafficSettings) -> (u64, usize, usize, u32) {
         let mut trace = CampusTrace::new(&campus, 1);
         let (mut batch, mut last_ns, mut open_flows) = (PacketBatch::default(), 0, std::collections::HashSet::new());
         let (mut packets, mut opened_flow_count, mut ongoing_flow_count, mut max_flow_number) = (0, 0, 0, 0);
@@ -504,8 +504,9 @@ mod tests {
 
     #[test]
     fn packets_are_in_order_and_flows_open_and_close_once() {
-        let campus = CampusTrafficSettings { flows_per_s: 200.0, duration_s: 3, history_s: 0, seed: Some(4) };
-        let (cold_packets, opened_flow_count, ongoing_flow_count, max_flow_number) = read_and_check_trace(campus);
+        let campus = CampusTrafficSettings { flows_per_s: 200.0, duration_s: 3, history_duration_s: 0, seed: Some(4) };
+        let (cold_packets, opened_flow_count, ongoing_flow_count, max_flow_number) =
+            check_trace_and_count_flows(campus);
         assert!(
             cold_packets > 10_000
                 && (600..900).contains(&opened_flow_count)
@@ -514,7 +515,7 @@ mod tests {
             "{cold_packets} {opened_flow_count}"
         );
         let (packets, opened_flow_count, ongoing_flow_count, max_flow_number) =
-            read_and_check_trace(CampusTrafficSettings { history_s: 300, ..campus });
+            check_trace_and_count_flows(CampusTrafficSettings { history_duration_s: 300, ..campus });
         // The flows are the same, and only their placement differs. A packet at time 0 may be rounded to either side.
         assert!(packets.abs_diff(cold_packets) <= 2, "{packets} and {cold_packets} packets");
         assert!(
@@ -533,7 +534,7 @@ mod tests {
             Ok(CampusTrafficSettings {
                 seed: Some(7),
                 duration_s: 3,
-                history_s: 0,
+                history_duration_s: 0,
                 ..CampusTrafficSettings::default()
             })
         );

@@ -7,8 +7,8 @@
 //! * [`arrivals`]: arrival logs of the demo
 //! * [`amplify`]: overlay of several copies of a trace
 //!
-//! A [`Trace`] is read in [`PacketBatch`]es and is never completely in memory. Flow numbers are dense and are reused
-//! after a flow has ended, so an array indexed by them only needs memory for the open flows.
+//! A [`PacketTrace`] is read in [`PacketBatch`]es and is never completely in memory. Flow numbers are dense and are
+//! reused after a flow has ended, so an array indexed by them only needs memory for the open flows.
 
 pub mod amplify;
 pub mod arrivals;
@@ -34,26 +34,26 @@ pub struct TracePacket {
     /// Number of bytes on the wire, including the Ethernet header, or 0 if the trace has no packet sizes.
     pub wire_bytes: u16,
     /// Whether the packet starts its flow, ends its flow, or does neither.
-    pub event: FlowEvent,
+    pub event: TraceFlowEvent,
 }
 
 /// Effect of a [`TracePacket`] on its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct FlowEvent(u8);
+pub struct TraceFlowEvent(u8);
 
-impl FlowEvent {
+impl TraceFlowEvent {
     /// The packet neither starts nor ends the flow.
-    pub const NONE: FlowEvent = FlowEvent(0);
-    /// The packet is the first of its flow, which the batch's next [`FirstPacket`] describes.
-    pub const OPENS: FlowEvent = FlowEvent(1);
+    pub const NONE: TraceFlowEvent = TraceFlowEvent(0);
+    /// The packet is the first of its flow, which the batch's next [`FlowFirstPacket`] describes.
+    pub const OPENS: TraceFlowEvent = TraceFlowEvent(1);
     /// The packet is the last of its flow, whose number may then be reused.
-    pub const CLOSES: FlowEvent = FlowEvent(2);
-    pub const OPENS_AND_CLOSES: FlowEvent = FlowEvent(3);
+    pub const CLOSES: TraceFlowEvent = TraceFlowEvent(2);
+    pub const OPENS_AND_CLOSES: TraceFlowEvent = TraceFlowEvent(3);
     /// The flow has ended at or before this time. There is no packet.
-    pub const EXPIRES: FlowEvent = FlowEvent(4 | 2);
+    pub const EXPIRES: TraceFlowEvent = TraceFlowEvent(4 | 2);
 
-    /// The flow starts during the trace's [history](Trace::history_duration_ns). There is no packet.
-    pub const BEGINS_IN_HISTORY: FlowEvent = FlowEvent(4 | 1);
+    /// The flow starts during the trace's [history](PacketTrace::history_duration_ns). There is no packet.
+    pub const BEGINS_IN_HISTORY: TraceFlowEvent = TraceFlowEvent(4 | 1);
 
     pub fn opens_flow(self) -> bool {
         self.0 & 1 != 0
@@ -70,11 +70,11 @@ impl FlowEvent {
 
 /// Description of a flow that starts in a trace. It accompanies the flow's first packet.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct FirstPacket {
+pub struct FlowFirstPacket {
     /// Addresses and ports in the packets that the client sends.
     pub tuple: FourTuple,
     /// Packets per second between the flow's first and last packet, or `None` if this is not known in advance.
-    pub rate_pps: Option<f64>,
+    pub flow_rate_pps: Option<f64>,
 }
 
 /// Batch of consecutive packets of a trace.
@@ -83,7 +83,7 @@ pub struct PacketBatch {
     /// Packets in ascending order of time.
     pub packets: Vec<TracePacket>,
     /// Descriptions of the flows that the packets of this batch open, in the order of these packets.
-    pub first_packets: Vec<FirstPacket>,
+    pub first_packets: Vec<FlowFirstPacket>,
 }
 
 impl PacketBatch {
@@ -105,13 +105,13 @@ pub struct CoreServiceRate {
 }
 
 /// Traffic that can be read once, from its start to its end.
-pub trait Trace: Send {
+pub trait PacketTrace: Send {
     /// Replaces the contents of `batch` by the next packets. An empty batch means that the trace has ended. An error
     /// names the fault and its position.
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError>;
 
     /// Returns the number of packets that have been skipped so far, for each reason.
-    fn skip_counts(&self) -> PacketSkipCounts {
+    fn skipped_packet_counts(&self) -> PacketSkipCounts {
         PacketSkipCounts::new()
     }
 
@@ -140,13 +140,13 @@ pub trait Trace: Send {
 pub enum TraceError {
     /// The file cannot be opened or read.
     #[error("{path}: {error}")]
-    File { path: String, error: std::io::Error },
+    UnreadableFile { path: String, error: std::io::Error },
     /// The file is not a capture, or it is damaged.
     #[error("{path}: {error}")]
-    Capture { path: String, error: capture::CaptureError },
+    InvalidCapture { path: String, error: capture::CaptureError },
     /// The file begins like an arrival log but is not a valid one.
     #[error("{path}: {error}")]
-    ArrivalLog { path: String, error: coreward_model::arrivals::ArrivalLogError },
+    InvalidArrivalLog { path: String, error: coreward_model::arrivals::ArrivalLogError },
     /// The requests of an arrival log do not all have the same service time.
     #[error(
         "{path}: requests of {first_service_us} us and of {other_service_us} us: expected the same service time \

@@ -9,7 +9,7 @@ use crate::names::UnknownName;
 pub enum TrafficSettingError {
     /// The text does not have the form `name=value`.
     #[error("{generator}: {text:?}: expected name=value")]
-    NotAPair { generator: &'static str, text: String },
+    NotNameValuePair { generator: &'static str, text: String },
     /// The generator does not have this setting.
     #[error("{generator}: {name}")]
     UnknownSetting { generator: &'static str, name: UnknownName },
@@ -20,7 +20,7 @@ pub enum TrafficSettingError {
 
 /// Setting of a traffic generator, given as `name=value`.
 pub struct TrafficSetting<'a> {
-    generator: &'static str,
+    generator_name: &'static str,
     pub name: &'a str,
     value: &'a str,
 }
@@ -31,8 +31,8 @@ pub fn parse_settings<'a>(
     text: &'a str,
 ) -> impl Iterator<Item = Result<TrafficSetting<'a>, TrafficSettingError>> + use<'a> {
     text.split(',').filter(|setting_text| !setting_text.is_empty()).map(move |pair| match pair.split_once('=') {
-        Some((name, value)) => Ok(TrafficSetting { generator, name, value }),
-        None => Err(TrafficSettingError::NotAPair { generator, text: pair.to_owned() }),
+        Some((name, value)) => Ok(TrafficSetting { generator_name: generator, name, value }),
+        None => Err(TrafficSettingError::NotNameValuePair { generator, text: pair.to_owned() }),
     })
 }
 
@@ -40,7 +40,7 @@ impl TrafficSetting<'_> {
     /// Returns the setting's value as an integer. Fails when it is not an integer, or is not within `range`.
     pub fn parse_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, TrafficSettingError> {
         self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| TrafficSettingError::InvalidValue {
-            generator: self.generator,
+            generator: self.generator_name,
             name: self.name.to_owned(),
             value: self.value.to_owned(),
             low: *range.start(),
@@ -48,8 +48,8 @@ impl TrafficSetting<'_> {
         })
     }
 
-    pub fn unknown_name_error(&self, known_names: &[&str]) -> TrafficSettingError {
+    pub fn build_unknown_name_error(&self, known_names: &[&str]) -> TrafficSettingError {
         let unknown_name = UnknownName::new("setting", self.name, known_names.iter().copied());
-        TrafficSettingError::UnknownSetting { generator: self.generator, name: unknown_name }
+        TrafficSettingError::UnknownSetting { generator: self.generator_name, name: unknown_name }
     }
 }

@@ -10,7 +10,7 @@ use super::burst::{BurstTrace, BurstTrafficSettings};
 use super::campus::{CampusTrace, CampusTrafficSettings};
 use super::capture::{CaptureReadOptions, CaptureTrace, TraceFileFormat, input};
 use super::settings::TrafficSettingError;
-use super::{PacketBatch, Trace, TraceError};
+use super::{PacketBatch, PacketTrace, TraceError};
 
 /// Source of a trace, as selected by `--trace`.
 #[derive(Debug, Clone, PartialEq)]
@@ -65,26 +65,26 @@ impl TraceSource {
 
     /// Opens the traffic, which depends on `seed` only if [`TraceSource::varies_with_seed`] returns true. Fails when
     /// the file cannot be read or has an unknown format.
-    pub fn open_trace(&self, seed: u64, options: CaptureReadOptions) -> Result<Box<dyn Trace>, TraceError> {
+    pub fn open_trace(&self, seed: u64, options: CaptureReadOptions) -> Result<Box<dyn PacketTrace>, TraceError> {
         match self {
             TraceSource::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
             TraceSource::Burst(burst) => Ok(Box::new(BurstTrace::new(burst, seed))),
-            TraceSource::File(path) => open_file(path, options),
+            TraceSource::File(path) => open_trace_from_file(path, options),
         }
     }
 
     /// Opens an overlay of several copies of the traffic (see [`super::amplify`]). A file is read once to find its end,
     /// and then once for each copy, or twice for a copy that starts in its middle.
-    pub fn open_overlay(
+    pub fn open_overlaid_copies(
         &self,
         seed: u64,
         copies: u32,
         options: CaptureReadOptions,
-    ) -> Result<Box<dyn Trace>, TraceError> {
+    ) -> Result<Box<dyn PacketTrace>, TraceError> {
         if copies == 1 {
             return self.open_trace(seed, options);
         }
-        let mut trace_copies: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
+        let mut trace_copies: Vec<(Box<dyn PacketTrace>, u64, u32)> = Vec::new();
         if let TraceSource::Campus(campus) = self {
             for copy_number in 0..copies {
                 // These seeds are far from those that a user chooses.
@@ -128,7 +128,7 @@ impl TraceSource {
     }
 }
 
-fn open_file(path: &Path, options: CaptureReadOptions) -> Result<Box<dyn Trace>, TraceError> {
+fn open_trace_from_file(path: &Path, options: CaptureReadOptions) -> Result<Box<dyn PacketTrace>, TraceError> {
     let mut input = input::open_trace_file(path)?;
     if input.format != TraceFileFormat::ArrivalLog {
         return Ok(Box::new(CaptureTrace::start_reading(input, path, options)));
@@ -136,7 +136,7 @@ fn open_file(path: &Path, options: CaptureReadOptions) -> Result<Box<dyn Trace>,
     let path_text = path.display().to_string();
     let mut text = String::new();
     let result = input.reader.read_to_string(&mut text);
-    result.map_err(|error| TraceError::File { path: path_text.clone(), error })?;
-    let arrival_log = text.parse().map_err(|error| TraceError::ArrivalLog { path: path_text.clone(), error })?;
+    result.map_err(|error| TraceError::UnreadableFile { path: path_text.clone(), error })?;
+    let arrival_log = text.parse().map_err(|error| TraceError::InvalidArrivalLog { path: path_text.clone(), error })?;
     Ok(Box::new(ArrivalLogTrace::new(arrival_log, &path_text)?))
 }

@@ -12,7 +12,7 @@ use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 
 /// Environment variable that passes the command-line arguments to the child process ([`as_a_process`]).
-const CHILD_ARGUMENTS_VARIABLE: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
+const CHILD_ARGUMENTS_ENV_VARIABLE: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
 
 #[derive(clap::Parser)]
 struct FigureCli {
@@ -46,7 +46,7 @@ static IS_MEASUREMENT_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 #[test]
 #[ignore = "is started by the other tests of this file"]
 fn as_a_process() {
-    let arguments = std::env::var(CHILD_ARGUMENTS_VARIABLE).expect("the tests of this file set it");
+    let arguments = std::env::var(CHILD_ARGUMENTS_ENV_VARIABLE).expect("the tests of this file set it");
     let cli = FigureCli::parse_from(["figure"].into_iter().chain(arguments.split('\n')));
     coreward_sim::figure::cli::run(cli.figure, &[ENDLESS_FIGURE]).unwrap();
 }
@@ -57,7 +57,7 @@ fn spawn_figure_command(arguments: &[&str]) -> Child {
     Command::new(std::env::current_exe().unwrap())
         // With one thread, libtest prints the test's name at the beginning of the first line.
         .args(["--ignored", "--exact", &format!("{module}::as_a_process"), "--nocapture", "--test-threads=2"])
-        .env(CHILD_ARGUMENTS_VARIABLE, arguments.join("\n"))
+        .env(CHILD_ARGUMENTS_ENV_VARIABLE, arguments.join("\n"))
         .env("RAYON_NUM_THREADS", "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

@@ -39,7 +39,7 @@ value = { series = "stateless" }
 at_most = 40
 "#;
 
-const LIVE_FIGURE: LiveFigure = LiveFigure {
+const TEST_LIVE_FIGURE: LiveFigure = LiveFigure {
     embedded_scenario: EmbeddedScenario { name: "cheetah-5-live", toml_text: SCENARIO_TOML },
     measure: |scenario, report_progress| {
         report_progress(0, 1);
@@ -73,7 +73,7 @@ fn run_figure_command(arguments: &[&str], live_figure: LiveFigure) -> anyhow::Re
 fn live_samples_give_table_verdict_and_page() {
     let directory = tempfile::tempdir().unwrap();
     let output_directory = directory.path().to_str().unwrap();
-    run_figure_command(&["cheetah-5-live", "--out", output_directory], LIVE_FIGURE).unwrap();
+    run_figure_command(&["cheetah-5-live", "--out", output_directory], TEST_LIVE_FIGURE).unwrap();
     let read_output_file = |name: &str| std::fs::read_to_string(directory.path().join(name)).unwrap();
     let expected_csv = "panel,series,x,median,low,high,published\n\
                     cost,stateless,1,25,20,30,\ncost,stateless,2,35,30,40,\n";
@@ -139,7 +139,7 @@ fn simulated_series_need_a_live_figure_and_a_simulation() {
 fn live_figures_are_listed_but_not_among_simulated_figures() {
     let collect_figure_names =
         |figures: Vec<EmbeddedScenario>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
-    let names_with_live = collect_figure_names(library::simulated_and_live_figures(&[LIVE_FIGURE]));
+    let names_with_live = collect_figure_names(library::simulated_and_live_figures(&[TEST_LIVE_FIGURE]));
     assert!(!collect_figure_names(library::simulated_figures()).contains(&"cheetah-5-live"));
     let position = names_with_live.iter().position(|name| *name == "cheetah-5-live").unwrap();
     assert_eq!(&names_with_live[position - 1..=position + 1], ["cheetah-2c", "cheetah-5-live", "cheetah-6"]);
@@ -148,11 +148,11 @@ fn live_figures_are_listed_but_not_among_simulated_figures() {
 #[test]
 fn sample_outside_the_panels_is_rejected() {
     let invalid_figures = [
-        LiveFigure { measure: |_, _| Ok(vec![build_sample("other", 1000.0, 1)]), ..LIVE_FIGURE },
-        LiveFigure { measure: |_, _| Ok(vec![build_sample("third", 1000.0, 1)]), ..LIVE_FIGURE },
-        LiveFigure { measure: |_, _| Ok(vec![build_sample("stateless", 1000.0, 3)]), ..LIVE_FIGURE },
+        LiveFigure { measure: |_, _| Ok(vec![build_sample("other", 1000.0, 1)]), ..TEST_LIVE_FIGURE },
+        LiveFigure { measure: |_, _| Ok(vec![build_sample("third", 1000.0, 1)]), ..TEST_LIVE_FIGURE },
+        LiveFigure { measure: |_, _| Ok(vec![build_sample("stateless", 1000.0, 3)]), ..TEST_LIVE_FIGURE },
     ];
-    let scenario = LIVE_FIGURE.embedded_scenario.parse_scenario().unwrap();
+    let scenario = TEST_LIVE_FIGURE.embedded_scenario.parse_scenario().unwrap();
     for live_figure in invalid_figures {
         let error = live_figure.measure_table(&scenario, &|_, _| {}).unwrap_err().to_string();
         assert!(error.starts_with("cheetah-5-live: not in the scenario: panel \"cost\", \""), "{error}");

@@ -29,7 +29,7 @@ fn run_figure(embedded_scenario: &EmbeddedScenario, scenario: &FigureScenario) -
     )
 }
 
-fn render_files(result: &FigureResult, scenario: &FigureScenario) -> [String; 4] {
+fn render_figure_files(result: &FigureResult, scenario: &FigureScenario) -> [String; 4] {
     let page = page::render_page(&[(result.clone(), scenario.clone())]);
     [result.table.to_csv(), draw::render_svg(scenario, &result.table), serde_json::to_string(result).unwrap(), page]
 }
@@ -48,7 +48,7 @@ fn every_scenario_gives_a_complete_figure() {
         }
         let judged_claims = result.claims.iter().filter(|claim| claim.measured.is_some()).count();
         assert_eq!(judged_claims, scenario.claim.len(), "{name}: a claim has nothing to judge");
-        let [csv, svg, json, page] = render_files(&result, &scenario);
+        let [csv, svg, json, page] = render_figure_files(&result, &scenario);
         assert_eq!(csv.lines().count(), result.table.csv_rows().len() + 1, "{name}");
         assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{name}");
         let labels = scenario.series.iter().map(|series| series.label.get_ref().as_str());
@@ -67,7 +67,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
         let scenario = build_shrunk_scenario(&embedded_scenario);
         let render_with_thread_count = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| render_files(&run_figure(&embedded_scenario, &scenario), &scenario))
+            pool.install(|| render_figure_files(&run_figure(&embedded_scenario, &scenario), &scenario))
         };
         assert_eq!(render_with_thread_count(1), render_with_thread_count(3), "{name}");
     }
@@ -77,7 +77,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
 fn figure_page_needs_no_external_resources() {
     let embedded_scenario = library::find_figure("turbo-11", &library::simulated_figures()).unwrap();
     let scenario = build_shrunk_scenario(&embedded_scenario);
-    let [.., page] = render_files(&run_figure(&embedded_scenario, &scenario), &scenario);
+    let [.., page] = render_figure_files(&run_figure(&embedded_scenario, &scenario), &scenario);
     for external_reference in ["<script", "<link", "src=", "href=\"http", "url(", "@import"] {
         assert!(!page.contains(external_reference), "the page has {external_reference}");
     }

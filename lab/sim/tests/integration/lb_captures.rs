@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 
 use coreward_sim::trace::capture::{CaptureReadOptions, writer};
-use coreward_sim::trace::{FirstPacket, FlowEvent, PacketBatch, PacketSkipCounts, TracePacket, TraceSource};
+use coreward_sim::trace::{FlowFirstPacket, PacketBatch, PacketSkipCounts, TraceFlowEvent, TracePacket, TraceSource};
 
 const SECOND_NS: u64 = 1_000_000_000;
 
@@ -26,8 +26,8 @@ impl TestDirectory {
 #[derive(Debug, Default)]
 struct TraceContents {
     packets: Vec<TracePacket>,
-    first_packets: Vec<FirstPacket>,
-    skip_counts: PacketSkipCounts,
+    first_packets: Vec<FlowFirstPacket>,
+    skipped_packet_counts: PacketSkipCounts,
     reordered_packet_count: u64,
 }
 
@@ -36,7 +36,7 @@ impl TraceContents {
         self.first_packets.iter().map(|first_packet| first_packet.tuple.client().to_string()).collect()
     }
 
-    fn read_error(path: PathBuf) -> String {
+    fn expect_read_error(path: PathBuf) -> String {
         read_trace(path).expect_err("an error is expected")
     }
 }
@@ -47,8 +47,8 @@ fn read_trace_with_options(path: PathBuf, options: CaptureReadOptions) -> Result
     loop {
         trace.read(&mut batch).map_err(|error| error.to_string())?;
         if batch.packets.is_empty() {
-            (contents.skip_counts, contents.reordered_packet_count) =
-                (trace.skip_counts(), trace.reordered_packet_count());
+            (contents.skipped_packet_counts, contents.reordered_packet_count) =
+                (trace.skipped_packet_counts(), trace.reordered_packet_count());
             return Ok(contents);
         }
         contents.packets.extend(&batch.packets);
@@ -163,13 +163,16 @@ fn build_three_frames(to_frame: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)
     ]
 }
 
-fn check_three_packets(contents: &TraceContents) {
+fn assert_three_packets(contents: &TraceContents) {
     assert_eq!(contents.client_addresses(), ["10.1.0.7:1000", "10.1.0.7:2000"]);
     assert_eq!(contents.first_packets[0].tuple.vip().to_string(), "10.200.0.1:80");
     let packets: Vec<_> =
         contents.packets.iter().map(|packet| (packet.time_ns, packet.flow_number, packet.event)).collect();
-    assert_eq!(packets, [(0, 0, FlowEvent::OPENS), (5_000, 1, FlowEvent::OPENS), (1_000_000, 0, FlowEvent::NONE)]);
-    assert!(contents.skip_counts.is_empty());
+    assert_eq!(
+        packets,
+        [(0, 0, TraceFlowEvent::OPENS), (5_000, 1, TraceFlowEvent::OPENS), (1_000_000, 0, TraceFlowEvent::NONE)]
+    );
+    assert!(contents.skipped_packet_counts.is_empty());
 }
 
 #[test]
@@ -177,7 +180,7 @@ fn pcap_of_each_byte_order_and_resolution_is_read() {
     let directory = TestDirectory::new();
     for (is_big_endian, has_nanoseconds) in [(false, false), (false, true), (true, false), (true, true)] {
         let bytes = build_pcap_file(is_big_endian, has_nanoseconds, 1, &build_three_frames(build_untagged_frame));
-        check_three_packets(&read_trace(directory.write_file("a.pcap", &bytes)).unwrap());
+        assert_three_packets(&read_trace(directory.write_file("a.pcap", &bytes)).unwrap());
     }
 }
 
@@ -207,7 +210,7 @@ fn every_link_layer_is_read() {
         (0x1400_0001, Box::new(build_untagged_frame)),
     ];
     for (link_type, build_frame) in link_layers {
-        check_three_packets(
+        assert_three_packets(
             &read_trace(
                 directory
                     .write_file("a.pcap", &build_pcap_file(false, true, link_type, &build_three_frames(build_frame))),
@@ -215,7 +218,8 @@ fn every_link_layer_is_read() {
             .unwrap(),
         );
     }
-    let error = TraceContents::read_error(directory.write_file("a.pcap", &build_pcap_file(false, true, 105, &[])));
+    let error =
+        TraceContents::expect_read_error(directory.write_file("a.pcap", &build_pcap_file(false, true, 105, &[])));
     assert!(error.contains("link type 105: expected Ethernet (1)"), "{error}");
 }
 
@@ -236,7 +240,7 @@ fn ipv6_with_extension_headers_is_read() {
     assert_eq!(contents.client_addresses(), ["[2001:db8::7]:1000", "[2001:db8::7]:2000"]);
     assert_eq!(contents.packets.iter().map(|packet| packet.flow_number).collect::<Vec<_>>(), [0, 1, 1]);
     assert_eq!(
-        contents.skip_counts,
+        contents.skipped_packet_counts,
         PacketSkipCounts::from([("fragment after the first", 1), ("neither TCP nor UDP", 1)])
     );
 }
@@ -265,7 +269,7 @@ fn skipped_packets_are_counted_by_reason() {
         ("neither TCP nor UDP", 1),
         ("not IP", 1),
     ];
-    assert_eq!(contents.skip_counts, PacketSkipCounts::from(expected_counts));
+    assert_eq!(contents.skipped_packet_counts, PacketSkipCounts::from(expected_counts));
 }
 
 #[test]
@@ -284,15 +288,15 @@ fn pcapng_with_several_interfaces_and_resolutions_is_read() {
 
     let simple_packet_block = build_pcapng_block(3, &[&40u32.to_le_bytes()[..], &build_ipv4_packet(1, 0, 0)].concat());
     let contents = read_trace(directory.write_file("b.pcapng", &[file.clone(), simple_packet_block].concat())).unwrap();
-    assert_eq!(contents.skip_counts, PacketSkipCounts::from([("without a time stamp", 1)]));
+    assert_eq!(contents.skipped_packet_counts, PacketSkipCounts::from([("without a time stamp", 1)]));
 
-    let error = TraceContents::read_error(directory.write_file("c.pcapng", &file[..file.len() - 10]));
+    let error = TraceContents::expect_read_error(directory.write_file("c.pcapng", &file[..file.len() - 10]));
     assert!(error.contains("cut off in packet 3: 2 packets were read before"), "{error}");
     let mut damaged_file = file.clone();
     damaged_file[file.len() - 4..].copy_from_slice(&7u32.to_le_bytes());
-    let error = TraceContents::read_error(directory.write_file("d.pcapng", &damaged_file));
+    let error = TraceContents::expect_read_error(directory.write_file("d.pcapng", &damaged_file));
     assert!(error.contains("after packet 2 comes what is no pcapng block"), "{error}");
-    let error = TraceContents::read_error(directory.write_file("e.pcapng", &build_pcapng_file(&[], &packets)));
+    let error = TraceContents::expect_read_error(directory.write_file("e.pcapng", &build_pcapng_file(&[], &packets)));
     assert!(error.contains("interface 0, which is not described"), "{error}");
 }
 
@@ -325,8 +329,8 @@ fn compressed_captures_are_read() {
         ("a.zst", [compress_with_zstd(head), skippable_frame, compress_with_zstd(tail)].concat()),
     ];
     for (name, bytes) in compressed_files {
-        check_three_packets(&read_trace(directory.write_file(name, &bytes)).unwrap());
-        let error = TraceContents::read_error(directory.write_file(name, &bytes[..bytes.len() - 20]));
+        assert_three_packets(&read_trace(directory.write_file(name, &bytes)).unwrap());
+        let error = TraceContents::expect_read_error(directory.write_file(name, &bytes[..bytes.len() - 20]));
         assert!(error.contains("cut off in packet") || error.contains("after packet"), "{name}: {error}");
     }
 }
@@ -335,21 +339,21 @@ fn compressed_captures_are_read() {
 fn damaged_captures_and_unknown_formats_are_rejected() {
     let directory = TestDirectory::new();
     let capture = build_pcap_file(false, false, 1, &build_three_frames(build_untagged_frame));
-    let error = TraceContents::read_error(directory.write_file("a.pcap", &capture[..capture.len() - 1]));
+    let error = TraceContents::expect_read_error(directory.write_file("a.pcap", &capture[..capture.len() - 1]));
     let expected_error = "a.pcap: cut off in packet 3: 2 packets were read before, up to 0.000005 s after the first";
     assert!(error.ends_with(expected_error), "{error}");
     assert!(
-        TraceContents::read_error(directory.write_file("a.pcap", &capture[..20]))
+        TraceContents::expect_read_error(directory.write_file("a.pcap", &capture[..20]))
             .contains("cut off in packet 1: 0 packets")
     );
-    let error = TraceContents::read_error(directory.write_file("b.txt", b"hello, world"));
+    let error = TraceContents::expect_read_error(directory.write_file("b.txt", b"hello, world"));
     assert!(error.contains("begins with [68, 65, 6c, 6c, 6f, 2c]: expected a capture"), "{error}");
-    assert!(TraceContents::read_error(directory.write_file("c", b"")).contains("begins with []"));
+    assert!(TraceContents::expect_read_error(directory.write_file("c", b"")).contains("begins with []"));
     let mut damaged_capture = capture.clone();
     damaged_capture[24 + 8..24 + 12].copy_from_slice(&300_000_000u32.to_le_bytes());
-    let error = TraceContents::read_error(directory.write_file("d.pcap", &damaged_capture));
+    let error = TraceContents::expect_read_error(directory.write_file("d.pcap", &damaged_capture));
     assert!(error.contains("packet 1 claims to have 300000000 bytes: expected at most 262144"), "{error}");
-    assert!(TraceContents::read_error(directory.0.path().join("none")).contains("none: No such file"));
+    assert!(TraceContents::expect_read_error(directory.0.path().join("none")).contains("none: No such file"));
 }
 
 #[test]
@@ -362,7 +366,7 @@ fn small_reordering_is_counted_and_large_reordering_is_rejected() {
     let contents = read_trace(directory.write_file("a.pcap", &capture_at_times(&[100, 120, 111, 130]))).unwrap();
     let times_ms: Vec<u64> = contents.packets.iter().map(|packet| packet.time_ns / 1_000_000).collect();
     assert_eq!((times_ms, contents.reordered_packet_count), (vec![0, 20, 20, 30], 1));
-    let error = TraceContents::read_error(directory.write_file("b.pcap", &capture_at_times(&[100, 120, 109])));
+    let error = TraceContents::expect_read_error(directory.write_file("b.pcap", &capture_at_times(&[100, 120, 109])));
     let expected_error = "packet 3 is of 0.109000000 s, 11.000 ms before packet 2 of 0.120000000 s";
     assert!(error.contains(expected_error), "{error}");
 }
@@ -371,7 +375,8 @@ fn small_reordering_is_counted_and_large_reordering_is_rejected() {
 fn capture_cut_off_before_the_ports_is_rejected() {
     let directory = TestDirectory::new();
     let frames = build_three_frames(|packet| build_untagged_frame(packet)[..34].to_vec());
-    let error = TraceContents::read_error(directory.write_file("a.pcap", &build_pcap_file(false, true, 1, &frames)));
+    let error =
+        TraceContents::expect_read_error(directory.write_file("a.pcap", &build_pcap_file(false, true, 1, &frames)));
     let expected_error =
         "packet 1 was captured up to byte 34 of 34: its ports are behind; expected a snap length of at least 38";
     assert!(error.contains(expected_error), "{error}");
@@ -392,21 +397,21 @@ fn flows_end_by_timeout_or_fin_and_free_their_numbers() {
         (11 * SECOND_NS, build_frame(2_000, 0x10)),
         (12 * SECOND_NS, build_frame(3_000, 0x02)),
     ];
-    let options = CaptureReadOptions { idle_timeout_ns: 10 * SECOND_NS };
+    let options = CaptureReadOptions { flow_idle_timeout_ns: 10 * SECOND_NS };
     let contents =
         read_trace_with_options(directory.write_file("a.pcap", &build_pcap_file(false, true, 1, &frames)), options)
             .unwrap();
     let to_event_tuple = |packet: &TracePacket| (packet.time_ns / SECOND_NS, packet.flow_number, packet.event);
     let expected_events = [
-        (0, 0, FlowEvent::OPENS),
-        (1, 1, FlowEvent::OPENS),
-        (2, 1, FlowEvent::NONE),
-        (2, 1, FlowEvent::NONE),
-        (3, 1, FlowEvent::EXPIRES),
-        (3, 1, FlowEvent::OPENS),
-        (11, 0, FlowEvent::EXPIRES),
-        (11, 1, FlowEvent::NONE),
-        (12, 0, FlowEvent::OPENS),
+        (0, 0, TraceFlowEvent::OPENS),
+        (1, 1, TraceFlowEvent::OPENS),
+        (2, 1, TraceFlowEvent::NONE),
+        (2, 1, TraceFlowEvent::NONE),
+        (3, 1, TraceFlowEvent::EXPIRES),
+        (3, 1, TraceFlowEvent::OPENS),
+        (11, 0, TraceFlowEvent::EXPIRES),
+        (11, 1, TraceFlowEvent::NONE),
+        (12, 0, TraceFlowEvent::OPENS),
     ];
     assert_eq!(contents.packets.iter().map(to_event_tuple).collect::<Vec<_>>(), expected_events);
     assert_eq!(contents.client_addresses(), ["10.1.0.7:1000", "10.1.0.7:2000", "10.1.0.7:2000", "10.1.0.7:3000"]);

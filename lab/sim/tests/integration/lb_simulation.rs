@@ -1,10 +1,10 @@
 //! Tests of `coreward-lab sim lb` as a whole, against the CrossRSS paper's Fig. 2, against other ways to the same
 //! results, and with invalid input.
 
-use coreward_model::arrivals::Workload;
+use coreward_model::arrivals::ConnectionWorkload;
 use coreward_model::policy::create_policy_by_name;
-use coreward_model::replay::{PlacementMethod, ReplaySettings, replay_for_variances};
-use coreward_sim::lb::{Error, LbSimulationConfig, LbSimulationOutcome, PolicyOutcome, run};
+use coreward_model::replay::{ArrivalReplaySettings, ReplayPlacementMethod, replay_for_variances};
+use coreward_sim::lb::{LbSimulationConfig, LbSimulationError, LbSimulationOutcome, PlacementPolicyOutcome, run};
 use coreward_sim::trace::capture::{CaptureReadOptions, writer};
 use coreward_sim::trace::{TraceError, TraceSource};
 
@@ -17,11 +17,11 @@ fn build_config(trace: &str, policies: &[&str], seeds: std::ops::RangeInclusive<
     }
 }
 
-fn find_policy_outcome<'a>(outcome: &'a LbSimulationOutcome, policy: &str) -> &'a PolicyOutcome {
+fn find_policy_outcome<'a>(outcome: &'a LbSimulationOutcome, policy: &str) -> &'a PlacementPolicyOutcome {
     outcome.policies.iter().find(|outcome| outcome.policy == policy).unwrap()
 }
 
-fn core_variance_pct(outcome: &LbSimulationOutcome, policy: &str) -> f64 {
+fn find_core_load_variance_pct(outcome: &LbSimulationOutcome, policy: &str) -> f64 {
     find_policy_outcome(outcome, policy).core_variance_pct.median
 }
 
@@ -32,13 +32,13 @@ fn core_variance_pct(outcome: &LbSimulationOutcome, policy: &str) -> f64 {
 fn crossrss_has_less_variance_between_cores_than_other_policies() {
     let outcome = run(&build_config("campus", &["hash", "rr", "pow2", "crossrss", "crossrss-plus"], 1..=10)).unwrap();
     let best_other_variance = ["hash", "rr", "pow2"]
-        .map(|policy| core_variance_pct(&outcome, policy))
+        .map(|policy| find_core_load_variance_pct(&outcome, policy))
         .into_iter()
         .fold(f64::INFINITY, f64::min);
     assert!(
-        core_variance_pct(&outcome, "crossrss") * 15.0 <= best_other_variance,
+        find_core_load_variance_pct(&outcome, "crossrss") * 15.0 <= best_other_variance,
         "{} against {best_other_variance}",
-        core_variance_pct(&outcome, "crossrss")
+        find_core_load_variance_pct(&outcome, "crossrss")
     );
     let server_variance_pct = |policy| find_policy_outcome(&outcome, policy).server_variance_pct.median;
     assert!(server_variance_pct("crossrss") < server_variance_pct("rr"));
@@ -48,22 +48,24 @@ fn crossrss_has_less_variance_between_cores_than_other_policies() {
 /// Checks a cold start, in which a simulation begins amid the traffic, before any core has reported its load. Its seeds
 /// were not used for tuning.
 #[test]
-fn crossrss_plus_is_near_the_oracle_after_a_cold_start() {
+fn crossrss_plus_variance_nears_oracle_after_cold_start() {
     let outcome =
         run(&build_config("campus:history=0,seconds=5", &["crossrss", "crossrss-plus", "oracle"], 11..=20)).unwrap();
     let [crossrss, plus, oracle] =
-        ["crossrss", "crossrss-plus", "oracle"].map(|policy| core_variance_pct(&outcome, policy));
+        ["crossrss", "crossrss-plus", "oracle"].map(|policy| find_core_load_variance_pct(&outcome, policy));
     assert!(oracle < plus && crossrss - plus >= 0.6 * (crossrss - oracle), "{crossrss} {plus} {oracle}");
 }
 
 #[test]
 fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
     let outcome = run(&build_config("burst", &["rr", "crossrss", "crossrss-plus"], 1..=30)).unwrap();
-    assert!(core_variance_pct(&outcome, "crossrss-plus") <= 1.05 * core_variance_pct(&outcome, "rr"));
+    assert!(
+        find_core_load_variance_pct(&outcome, "crossrss-plus") <= 1.05 * find_core_load_variance_pct(&outcome, "rr")
+    );
     let max_over_mean = |policy| find_policy_outcome(&outcome, policy).max_over_mean.median;
     assert!(max_over_mean("crossrss-plus") <= 1.05 * max_over_mean("rr"));
     // The published policy sends the whole burst to one server, which is the reason for crossrss-plus.
-    assert!(core_variance_pct(&outcome, "crossrss") > 10.0 * core_variance_pct(&outcome, "rr"));
+    assert!(find_core_load_variance_pct(&outcome, "crossrss") > 10.0 * find_core_load_variance_pct(&outcome, "rr"));
 }
 
 /// Compares the policies hash and crossrss near saturation. In CrossRSS's Fig. 2b, a server with balanced cores drops
@@ -97,19 +99,19 @@ fn simulation_of_arrival_logs_agrees_with_their_replay() {
     let directory = tempfile::tempdir().unwrap();
     let (mut simulated_variances, mut replayed_variances) = (Vec::new(), Vec::new());
     for seed in 1..=4 {
-        let arrival_log = Workload::default().generate(seed);
+        let arrival_log = ConnectionWorkload::default().generate(seed);
         let path = directory.path().join(format!("{seed}.arrivals"));
         std::fs::write(&path, arrival_log.to_string()).unwrap();
         let outcome = run(&build_config(path.to_str().unwrap(), &["crossrss-plus", "rr"], seed..=seed)).unwrap();
-        simulated_variances.push(["crossrss-plus", "rr"].map(|policy| core_variance_pct(&outcome, policy)));
+        simulated_variances.push(["crossrss-plus", "rr"].map(|policy| find_core_load_variance_pct(&outcome, policy)));
         replayed_variances.push(["crossrss-plus", "rr"].map(|policy| {
             let mut policy = create_policy_by_name(policy, seed).unwrap();
             replay_for_variances(
                 &arrival_log,
-                ReplaySettings { seed, ..ReplaySettings::default() },
-                PlacementMethod::Policy(policy.as_mut()),
+                ArrivalReplaySettings { seed, ..ArrivalReplaySettings::default() },
+                ReplayPlacementMethod::Policy(policy.as_mut()),
             )
-            .core_pct
+            .across_cores_pct
         }));
     }
     // Keys, tables and warm-ups differ, so the results agree only approximately.
@@ -138,7 +140,8 @@ fn capture_gives_same_results_as_its_generated_trace() {
     assert_eq!(generated_outcome.flows, captured_outcome.flows);
     for policy in policies {
         // The capture starts at its first packet, some microseconds later.
-        let ratio = core_variance_pct(&captured_outcome, policy) / core_variance_pct(&generated_outcome, policy);
+        let ratio = find_core_load_variance_pct(&captured_outcome, policy)
+            / find_core_load_variance_pct(&generated_outcome, policy);
         assert!((0.9..1.1).contains(&ratio), "{policy}: {ratio}");
     }
     // Copies are shifted in time, so the sum of several copies is smoother.
@@ -146,7 +149,10 @@ fn capture_gives_same_results_as_its_generated_trace() {
         LbSimulationConfig { trace_copy_count: 8, ..build_config(path.to_str().unwrap(), &["hash"], 1..=3) };
     let overlaid_outcome = run(&overlaid_config).unwrap();
     assert_eq!(overlaid_outcome.packets, 8 * captured_outcome.packets);
-    assert!(core_variance_pct(&overlaid_outcome, "hash") < 0.6 * core_variance_pct(&captured_outcome, "hash"));
+    assert!(
+        find_core_load_variance_pct(&overlaid_outcome, "hash")
+            < 0.6 * find_core_load_variance_pct(&captured_outcome, "hash")
+    );
 }
 
 #[test]
@@ -183,13 +189,17 @@ fn faster_replay_offers_a_higher_packet_rate() {
 #[test]
 fn racks_with_enough_candidates_do_not_change_tables() {
     let config_without_racks = LbSimulationConfig {
-        servers: 12,
+        server_count: 12,
         ..build_config("campus:seconds=3,history=20", &["crossrss", "crossrss-plus"], 1..=1)
     };
     let outcome_without_racks = run(&config_without_racks).unwrap();
     let run_with_racks = |racks, rack_candidates| {
-        run(&LbSimulationConfig { rack_controller_count: Some(racks), rack_candidates, ..config_without_racks.clone() })
-            .unwrap()
+        run(&LbSimulationConfig {
+            rack_controller_count: Some(racks),
+            rack_candidates_per_bucket: rack_candidates,
+            ..config_without_racks.clone()
+        })
+        .unwrap()
     };
     assert_eq!(run_with_racks(3, 8).policies, outcome_without_racks.policies);
     let outcome_with_one_candidate = run_with_racks(3, 1);
@@ -204,7 +214,7 @@ fn racks_with_enough_candidates_do_not_change_tables() {
 }
 
 #[test]
-fn delayed_tables_change_the_placement() {
+fn delayed_tables_change_connection_placement() {
     let immediate_config = build_config("campus:seconds=3,history=20", &["crossrss"], 1..=1);
     let delayed_config = LbSimulationConfig { table_delay_ms: 99, ..immediate_config.clone() };
     let [immediate_outcomes, delayed_outcomes] =
@@ -217,14 +227,14 @@ fn invalid_configurations_are_rejected() {
     let config_error_text = |config: LbSimulationConfig| run(&config).unwrap_err().to_string();
     let build_campus_config = || build_config("campus:seconds=2,history=0", &["hash"], 1..=1);
     assert_eq!(
-        config_error_text(LbSimulationConfig { servers: 0, ..build_campus_config() }),
+        config_error_text(LbSimulationConfig { server_count: 0, ..build_campus_config() }),
         "servers 0: expected 1 to 16384"
     );
     assert_eq!(
         config_error_text(LbSimulationConfig { cores_per_server: 0, ..build_campus_config() }),
         "cores 0: expected at least 1"
     );
-    let too_many_cores = LbSimulationConfig { servers: 1_000, cores_per_server: 100, ..build_campus_config() };
+    let too_many_cores = LbSimulationConfig { server_count: 1_000, cores_per_server: 100, ..build_campus_config() };
     assert_eq!(config_error_text(too_many_cores), "servers x cores 100000: expected at most 65536 cores in all");
     assert_eq!(
         config_error_text(LbSimulationConfig { report_interval_ms: 0, ..build_campus_config() }),
@@ -235,7 +245,7 @@ fn invalid_configurations_are_rejected() {
         "racks 5: expected 1 to 4, the number of servers"
     );
     assert_eq!(
-        config_error_text(LbSimulationConfig { rack_candidates: 9, ..build_campus_config() }),
+        config_error_text(LbSimulationConfig { rack_candidates_per_bucket: 9, ..build_campus_config() }),
         "rack-candidates 9: expected 1 to 8"
     );
     assert_eq!(
@@ -264,14 +274,14 @@ fn invalid_traces_are_rejected() {
         [0xa1b2_c3d4u32, 0x0004_0002, 0, 0, 65_535, 1].into_iter().flat_map(u32::to_le_bytes).collect();
     std::fs::write(&path, &header).unwrap();
     let path = path.to_str().unwrap();
-    assert!(matches!(run(&build_config(path, &["hash"], 1..=1)), Err(Error::NoPackets(_))));
+    assert!(matches!(run(&build_config(path, &["hash"], 1..=1)), Err(LbSimulationError::NoPackets(_))));
     let missing_file_result = run(&build_config("/nonexistent/trace.pcap", &["hash"], 1..=1));
-    assert!(matches!(missing_file_result, Err(Error::Trace(TraceError::File { .. }))));
+    assert!(matches!(missing_file_result, Err(LbSimulationError::InvalidTrace(TraceError::UnreadableFile { .. }))));
     let mut trace = "campus:seed=1,flows=50,seconds=3,history=0"
         .parse::<TraceSource>()
         .unwrap()
         .open_trace(1, CaptureReadOptions::default())
         .unwrap();
     writer::write_capture(trace.as_mut(), 64, std::fs::File::create(path).unwrap()).unwrap();
-    assert!(matches!(run(&build_config(path, &["oracle"], 1..=1)), Err(Error::OracleNeedsRates)));
+    assert!(matches!(run(&build_config(path, &["oracle"], 1..=1)), Err(LbSimulationError::OracleNeedsRates)));
 }

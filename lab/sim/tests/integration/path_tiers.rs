@@ -3,7 +3,7 @@
 use coreward_sim::path::{PathSimulationConfig, PolicyCombinationOutcome, run};
 use coreward_sim::rpc;
 
-fn run_combinations(config: &PathSimulationConfig) -> Vec<PolicyCombinationOutcome> {
+fn simulate_policy_combinations(config: &PathSimulationConfig) -> Vec<PolicyCombinationOutcome> {
     run(config).unwrap().combinations
 }
 
@@ -18,31 +18,32 @@ fn build_single_request_config() -> PathSimulationConfig {
 #[test]
 fn one_core_has_the_mean_latency_of_m_m_1() {
     let config = PathSimulationConfig {
-        servers: 1,
+        server_count: 1,
         cores_per_server: 1,
         offered_load: 0.7,
-        arrival_seconds: 100.0,
+        connection_arrival_seconds: 100.0,
         ..build_single_request_config()
     };
-    for combination in run_combinations(&config) {
+    for combination in simulate_policy_combinations(&config) {
         let (mean, theory) = (combination.mean.mean, 1.0 / 0.3);
         assert!((mean / theory - 1.0).abs() < 0.02, "{}: {mean} against {theory}", combination.dispatch);
     }
 }
 
 #[test]
-fn one_server_behind_a_load_balancer_equals_the_server_alone() {
+fn lb_with_one_server_matches_server_alone() {
     let latency = 0.35;
     let jsq: rpc::CoreSelectionPolicy = "jsq".parse().unwrap();
     let path_config = PathSimulationConfig {
-        servers: 1,
+        server_count: 1,
         cores_per_server: 16,
         interface_latency: latency,
         offered_load: 0.8,
         dispatch_policies: vec![jsq.clone()],
         ..build_single_request_config()
     };
-    let path_combinations = run_combinations(&PathSimulationConfig { arrival_seconds: 5.0, ..path_config });
+    let path_combinations =
+        simulate_policy_combinations(&PathSimulationConfig { connection_arrival_seconds: 5.0, ..path_config });
     let server_outcome = rpc::run(&rpc::RpcSimulationConfig {
         policy: jsq,
         interface_latency: latency,
@@ -50,9 +51,10 @@ fn one_server_behind_a_load_balancer_equals_the_server_alone() {
         ..rpc::RpcSimulationConfig::default()
     })
     .unwrap();
-    for (path, alone) in
-        [(path_combinations[0].mean, server_outcome.all.mean), (path_combinations[0].p99, server_outcome.all.p99)]
-    {
+    for (path, alone) in [
+        (path_combinations[0].mean, server_outcome.overall_latency.mean),
+        (path_combinations[0].p99, server_outcome.overall_latency.p99),
+    ] {
         assert!((path.mean / alone - 1.0).abs() < 0.02, "{path:?} against {alone}");
     }
 }
@@ -61,7 +63,7 @@ fn one_server_behind_a_load_balancer_equals_the_server_alone() {
 fn requests_per_connection_and_load_are_as_configured() {
     let policies = vec!["rr".to_owned()];
     let config = PathSimulationConfig {
-        arrival_seconds: 30.0,
+        connection_arrival_seconds: 30.0,
         seeds: vec![1],
         policies,
         dispatch_policies: vec![rpc::CoreSelectionPolicy::Rss],
@@ -80,7 +82,7 @@ fn requests_per_connection_and_load_are_as_configured() {
 #[test]
 fn round_robin_beats_hashing_and_feedback_beats_round_robin() {
     let pool_config = PathSimulationConfig {
-        servers: 64,
+        server_count: 64,
         cores_per_server: 1,
         policies: ["hash", "rr", "awrr", "pow2"].map(str::to_owned).to_vec(),
         dispatch_policies: vec![rpc::CoreSelectionPolicy::Rss],
@@ -89,22 +91,23 @@ fn round_robin_beats_hashing_and_feedback_beats_round_robin() {
         seeds: vec![1, 2, 3],
         ..build_single_request_config()
     };
-    let simulate_policy_p99s =
-        |config: &PathSimulationConfig| run_combinations(config).iter().map(|c| c.p99.median).collect::<Vec<_>>();
+    let simulate_policy_p99s = |config: &PathSimulationConfig| {
+        simulate_policy_combinations(config).iter().map(|c| c.p99.median).collect::<Vec<_>>()
+    };
     // In Cheetah's Fig. 6, all requests need the same work.
     let equal_work_config = PathSimulationConfig {
-        service: "fixed".parse().unwrap(),
+        service_times: "fixed".parse().unwrap(),
         unit_us: 6_000.0,
-        arrival_seconds: 10.0,
+        connection_arrival_seconds: 10.0,
         ..pool_config.clone()
     };
     let [hash, rr, ..] = simulate_policy_p99s(&equal_work_config)[..] else { panic!("four policies") };
     assert!(hash > 2.0 * rr, "hash {hash}, rr {rr}");
     // In Fig. 8, 10 % of the requests take 500 ms and the others 500 us.
     let skewed_work_config = PathSimulationConfig {
-        service: "bimodal:0.1:1000".parse().unwrap(),
+        service_times: "bimodal:0.1:1000".parse().unwrap(),
         unit_us: 500.0,
-        arrival_seconds: 80.0,
+        connection_arrival_seconds: 80.0,
         report_interval_ms: 20.0,
         ..pool_config
     };
@@ -115,7 +118,7 @@ fn round_robin_beats_hashing_and_feedback_beats_round_robin() {
 #[test]
 fn path_results_do_not_depend_on_threads() {
     let config = PathSimulationConfig {
-        arrival_seconds: 3.0,
+        connection_arrival_seconds: 3.0,
         seeds: vec![1, 2],
         offered_load: 0.3,
         ..PathSimulationConfig::default()
@@ -132,7 +135,7 @@ fn invalid_path_configurations_are_rejected() {
     let config_error_text = |config: PathSimulationConfig| run(&config).unwrap_err().to_string();
     let default_config = PathSimulationConfig::default;
     assert!(
-        config_error_text(PathSimulationConfig { servers: 0, ..default_config() })
+        config_error_text(PathSimulationConfig { server_count: 0, ..default_config() })
             .contains("servers 0: expected 1 to 16384")
     );
     assert!(
@@ -144,11 +147,11 @@ fn invalid_path_configurations_are_rejected() {
             .contains("did you mean crossrss")
     );
     assert!(
-        config_error_text(PathSimulationConfig { arrival_seconds: 0.5, ..default_config() })
+        config_error_text(PathSimulationConfig { connection_arrival_seconds: 0.5, ..default_config() })
             .contains("0.5 s: expected at least")
     );
     assert!(
-        config_error_text(PathSimulationConfig { request_gap: f64::NAN, ..default_config() })
+        config_error_text(PathSimulationConfig { mean_request_gap: f64::NAN, ..default_config() })
             .contains("request-gap NaN")
     );
     let grouped_policies = vec!["dfcfs:3,3".parse().unwrap()];

@@ -2,25 +2,27 @@
 //! values.
 
 use coreward_model::placement::BucketCount;
-use coreward_sim::output::{PrintableResult as _, ResultFormat};
-use coreward_sim::pcc::{ArrivalProcess, ClusterUpdates, MethodOutcome, PccSimulationConfig, PerSecondCounts, run};
+use coreward_sim::output::{PrintableResult as _, SimulationResultFormat};
+use coreward_sim::pcc::{
+    BalancingMethodOutcome, ConnectionArrivalProcess, PccSimulationConfig, PerSecondCounts, PlannedClusterChanges, run,
+};
 use coreward_sim::seed_summary::SeedSummary;
 
 fn build_config(methods: &[&str], connections: f64, updates_per_minute: f64) -> PccSimulationConfig {
     PccSimulationConfig {
-        arrivals: ArrivalProcess::OpenLoop { mean_open_connections: connections },
-        updates: ClusterUpdates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
+        arrivals: ConnectionArrivalProcess::OpenLoop { mean_open_connections: connections },
+        updates: PlannedClusterChanges::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
         methods: methods.iter().map(|name| name.parse().unwrap()).collect(),
         ..PccSimulationConfig::default()
     }
 }
 
-fn run_methods(config: &PccSimulationConfig) -> Vec<MethodOutcome> {
+fn simulate_methods(config: &PccSimulationConfig) -> Vec<BalancingMethodOutcome> {
     run(config).unwrap().methods
 }
 
 /// Returns by how much the most loaded server's number of connections exceeds the mean (%).
-fn imbalance_excess_pct(outcome: &MethodOutcome) -> f64 {
+fn max_server_connection_excess_pct(outcome: &BalancingMethodOutcome) -> f64 {
     100.0 * (outcome.imbalance.median - 1.0)
 }
 
@@ -28,7 +30,7 @@ fn imbalance_excess_pct(outcome: &MethodOutcome) -> f64 {
 fn broken_connections_are_as_in_cheetah_figure_2a() {
     let methods = ["hash", "consistent-hash", "beamer", "cheetah:rr"];
     let outcomes =
-        run_methods(&PccSimulationConfig { measured_minutes: 4.0, ..build_config(&methods, 20_000.0, 80.0) });
+        simulate_methods(&PccSimulationConfig { measured_minutes: 4.0, ..build_config(&methods, 20_000.0, 80.0) });
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| outcomes[method].broken_pct);
     // The published value is almost 1 %.
     assert!((0.7..1.2).contains(&beamer.median), "{beamer:?}");
@@ -42,9 +44,10 @@ fn broken_connections_are_as_in_cheetah_figure_2a() {
 #[test]
 fn imbalance_is_as_in_cheetah_figure_2b() {
     let methods = ["beamer", "consistent-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
-    let outcomes = run_methods(&PccSimulationConfig { measured_minutes: 1.0, ..build_config(&methods, 70_000.0, 0.0) });
+    let outcomes =
+        simulate_methods(&PccSimulationConfig { measured_minutes: 1.0, ..build_config(&methods, 70_000.0, 0.0) });
     let [beamer, ring, round_robin, pow2, least] =
-        [0, 1, 2, 3, 4].map(|method| imbalance_excess_pct(&outcomes[method]));
+        [0, 1, 2, 3, 4].map(|method| max_server_connection_excess_pct(&outcomes[method]));
     // The largest of 468 Poisson counts with mean 150 is about 24 % above the mean.
     assert!((23.0..28.0).contains(&beamer), "{beamer}");
     // The published ratios are 2, 1.2, 10 and 4.
@@ -59,27 +62,27 @@ fn imbalance_is_as_in_cheetah_figure_2b() {
 
 #[test]
 fn threshold_trades_broken_connections_for_balance_as_in_cheetah_figure_2c() {
-    let outcomes = run_methods(&build_config(&["beamer:0.1", "beamer:0.2", "beamer:0.4"], 70_000.0, 0.0));
+    let outcomes = simulate_methods(&build_config(&["beamer:0.1", "beamer:0.2", "beamer:0.4"], 70_000.0, 0.0));
     let [tenth, fifth, more] = [0, 1, 2].map(|method| &outcomes[method]);
     // The published value is 3 % at a threshold of 10 %.
     assert!((2.0..6.0).contains(&tenth.broken_pct.median), "{:?}", tenth.broken_pct);
     assert!(fifth.broken_pct.median < 0.2 && more.broken_pct.median < 0.1);
     assert!(
-        imbalance_excess_pct(tenth) < 11.0
-            && imbalance_excess_pct(fifth) > imbalance_excess_pct(tenth)
-            && imbalance_excess_pct(more) > imbalance_excess_pct(fifth)
+        max_server_connection_excess_pct(tenth) < 11.0
+            && max_server_connection_excess_pct(fifth) > max_server_connection_excess_pct(tenth)
+            && max_server_connection_excess_pct(more) > max_server_connection_excess_pct(fifth)
     );
 }
 
 #[test]
 fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
     let config = PccSimulationConfig::for_cheetah_figure_9();
-    let method_outcomes = run_methods(&config);
-    let median_over_seeds = |method: &MethodOutcome, second: usize, to_value: fn(&PerSecondCounts) -> f64| {
+    let method_outcomes = simulate_methods(&config);
+    let median_over_seeds = |method: &BalancingMethodOutcome, second: usize, to_value: fn(&PerSecondCounts) -> f64| {
         let values: Vec<f64> = method.runs.iter().map(|run| to_value(&run.per_second_counts[second])).collect();
         SeedSummary::from_values(&values).unwrap().median
     };
-    let peak_broken_pct = |method: &MethodOutcome, first_second: usize, end_second: usize| {
+    let peak_broken_pct = |method: &BalancingMethodOutcome, first_second: usize, end_second: usize| {
         (first_second..end_second)
             .map(|second| median_over_seeds(method, second, PerSecondCounts::broken_connection_pct))
             .fold(0.0, f64::max)
@@ -96,7 +99,7 @@ fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
             .iter()
             .all(|method| peak_broken_pct(method, 0, 4) == 0.0 && peak_broken_pct(method, 35, 45) == 0.0)
     );
-    let pool_servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].per_second_counts[second].pool_servers);
+    let pool_servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].per_second_counts[second].pool_server_count);
     assert_eq!(pool_servers, [24, 27, 30, 30, 28, 22]);
     // No connection breaks, so all requests complete, which are 1,500 a second at first and up to 2,500.
     let completed_connections =
@@ -112,14 +115,15 @@ fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
 #[test]
 fn lb_changes_break_connections_of_stateful_hashing() {
     let methods = ["hash", "beamer", "stateful-hash", "stateful-hash:consistent-hash", "cheetah:least"];
-    let mut config = PccSimulationConfig { servers: 50, load_balancers: 4, ..build_config(&methods, 2_000.0, 20.0) };
+    let mut config =
+        PccSimulationConfig { server_count: 50, load_balancer_count: 4, ..build_config(&methods, 2_000.0, 20.0) };
     let broken_pcts = |config: &PccSimulationConfig| {
-        run_methods(config).iter().map(|outcome| outcome.broken_pct.median).collect::<Vec<_>>()
+        simulate_methods(config).iter().map(|outcome| outcome.broken_pct.median).collect::<Vec<_>>()
     };
     let server_change_pcts = broken_pcts(&config);
-    config.updates = ClusterUpdates::PerMinute { servers: 20.0, load_balancers: 6.0 };
+    config.updates = PlannedClusterChanges::PerMinute { servers: 20.0, load_balancers: 6.0 };
     let both_changes_pcts = broken_pcts(&config);
-    config.updates = ClusterUpdates::PerMinute { servers: 0.0, load_balancers: 6.0 };
+    config.updates = PlannedClusterChanges::PerMinute { servers: 0.0, load_balancers: 6.0 };
     let lb_change_pcts = broken_pcts(&config);
     // A connection stays at one load balancer, whose table keeps the connection's server.
     assert_eq!(server_change_pcts[2..], [0.0, 0.0, 0.0]);
@@ -138,13 +142,13 @@ fn lb_changes_break_connections_of_stateful_hashing() {
 #[test]
 fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
     let config = PccSimulationConfig {
-        servers: 30,
-        load_balancers: 3,
+        server_count: 30,
+        load_balancer_count: 3,
         measured_minutes: 0.5,
         seed_count: 3,
         report_interval_ms: 500,
         bucket_count: BucketCount::PAPER_VALUE,
-        updates: ClusterUpdates::PerMinute { servers: 30.0, load_balancers: 10.0 },
+        updates: PlannedClusterChanges::PerMinute { servers: 30.0, load_balancers: 10.0 },
         ..build_config(
             &["maglev", "beamer:0.3", "stateful-hash", "cheetah:crossrss-plus", "cheetah:awrr"],
             1_000.0,
@@ -157,7 +161,7 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
     };
     let (with_one, with_three) = (run_with_threads(1), run_with_threads(3));
     assert_eq!(with_one, with_three);
-    assert_eq!(with_one.render(ResultFormat::Json), with_three.render(ResultFormat::Json));
+    assert_eq!(with_one.render(SimulationResultFormat::Json), with_three.render(SimulationResultFormat::Json));
     // The results for a seed do not depend on the number of seeds, and different seeds yield different results.
     let two_seed_outcome = run(&PccSimulationConfig { seed_count: 2, ..config.clone() }).unwrap();
     assert_eq!(two_seed_outcome.methods[0].runs, with_one.methods[0].runs[..2]);
@@ -167,8 +171,8 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
 #[test]
 fn output_has_the_documented_fields() {
     let outcome =
-        run(&PccSimulationConfig { servers: 5, ..build_config(&["hash", "beamer:0.1"], 100.0, 5.0) }).unwrap();
-    let json: serde_json::Value = serde_json::from_str(&outcome.render(ResultFormat::Json)).unwrap();
+        run(&PccSimulationConfig { server_count: 5, ..build_config(&["hash", "beamer:0.1"], 100.0, 5.0) }).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&outcome.render(SimulationResultFormat::Json)).unwrap();
     assert_eq!(json["methods"][1]["method"], "beamer:0.1");
     for metric in ["broken_pct", "imbalance"] {
         for statistic in ["median", "mean", "low", "high"] {
@@ -177,20 +181,20 @@ fn output_has_the_documented_fields() {
     }
     let header =
         "method,broken %,broken low,broken high,imbalance,imbalance low,imbalance high,connections,updates\nhash,";
-    assert!(outcome.render(ResultFormat::Csv).starts_with(header));
+    assert!(outcome.render(SimulationResultFormat::Csv).starts_with(header));
 }
 
 #[test]
 fn impossible_configurations_are_rejected() {
     let config_error_text = |config: PccSimulationConfig| run(&config).unwrap_err().to_string();
-    let build_server_updates = |rate| ClusterUpdates::PerMinute { servers: rate, load_balancers: 0.0 };
+    let build_server_updates = |rate| PlannedClusterChanges::PerMinute { servers: rate, load_balancers: 0.0 };
     let valid_config = PccSimulationConfig::default;
     assert_eq!(
-        config_error_text(PccSimulationConfig { servers: 0, ..valid_config() }),
+        config_error_text(PccSimulationConfig { server_count: 0, ..valid_config() }),
         "0 servers: expected 1 to 7000"
     );
     assert_eq!(
-        config_error_text(PccSimulationConfig { servers: 7_001, ..valid_config() }),
+        config_error_text(PccSimulationConfig { server_count: 7_001, ..valid_config() }),
         "7001 servers: expected 1 to 7000"
     );
     assert_eq!(
@@ -203,7 +207,7 @@ fn impossible_configurations_are_rejected() {
     );
     assert_eq!(
         config_error_text(PccSimulationConfig {
-            arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 0.0 },
+            arrivals: ConnectionArrivalProcess::OpenLoop { mean_open_connections: 0.0 },
             ..valid_config()
         }),
         "0 connections: expected a number from 1 to 10000000"
@@ -213,7 +217,7 @@ fn impossible_configurations_are_rejected() {
         "0 minutes: expected a number above 0, at most 1440"
     );
     assert_eq!(
-        config_error_text(PccSimulationConfig { load_balancers: 33, ..valid_config() }),
+        config_error_text(PccSimulationConfig { load_balancer_count: 33, ..valid_config() }),
         "33 load balancers: expected 1 to 32"
     );
     assert_eq!(
@@ -240,7 +244,7 @@ fn impossible_configurations_are_rejected() {
         vec![(2.0, coreward_sim::pcc::ClusterChange::AddServer), (1.0, coreward_sim::pcc::ClusterChange::RemoveServer)];
     assert_eq!(
         config_error_text(PccSimulationConfig {
-            updates: ClusterUpdates::Scheduled(unordered_changes),
+            updates: PlannedClusterChanges::Scheduled(unordered_changes),
             ..valid_config()
         }),
         "a change at second 1: expected a number from 0 on, none before the one that it follows"

@@ -29,7 +29,7 @@ impl ServerVisitor<CollectedResponses> for RequestServingVisitor<'_> {
             server.add_request(*request);
         }
         server.advance(u64::MAX - 1, &mut responses);
-        assert_eq!(server.outstanding_count(), 0);
+        assert_eq!(server.outstanding_request_count(), 0);
         let end_time = responses.0.last().map_or(0, |last| last.departed_at);
         let core_busy_times = server.core_busy_times(end_time);
         (responses.0, core_busy_times)
@@ -70,12 +70,13 @@ proptest! {
         for (gap_steps, work_steps, request_hash, class_index) in drawn_requests {
             arrived_at += gap_steps * TIME_STEP_TICKS;
             let connection_number = requests.len() as u32;
-            let (work, service) = (work_steps * TIME_STEP_TICKS, class_index);
+            let (service_time, service) = (work_steps * TIME_STEP_TICKS, class_index);
             requests.push(SimulatedRequest {
-                arrived_at, work, request_hash, flow_hash: request_hash, connection_number, class_index, service,
+                arrived_at, service_time, request_hash, flow_hash: request_hash, connection_number, class_index,
+                service,
             });
         }
-        let table = IndirectionTable::balanced(1, 16, 4).unwrap();
+        let table = IndirectionTable::draw_balanced_entries(1, 16, 4).unwrap();
         for name in POLICIES_WITHOUT_OVERHEAD {
             let policy: CoreSelectionPolicy = name.parse().unwrap();
             let interface_latency = interface_latency_steps * TIME_STEP_TICKS;
@@ -97,10 +98,11 @@ proptest! {
             answered_connections.sort_unstable();
             prop_assert!((0..).zip(&answered_connections).all(|(index, connection)| index == *connection), "{}", name);
             for SimulatedResponse { departed_at, request } in &responses {
-                prop_assert!(*departed_at >= request.arrived_at + request.work + 2 * interface_latency, "{}", name);
+                let earliest_departure = request.arrived_at + request.service_time + 2 * interface_latency;
+                prop_assert!(*departed_at >= earliest_departure, "{}", name);
             }
             let total_busy_time: u64 = core_busy_times.iter().sum();
-            let total_work: u64 = requests.iter().map(|request| request.work).sum();
+            let total_work: u64 = requests.iter().map(|request| request.service_time).sum();
             // If cores are shared, the total time is divided by the number of cores and rounded.
             prop_assert!(total_busy_time.abs_diff(total_work) < 4 * 80, "{}: busy for {}, work {}", name,
                 total_busy_time, total_work);
@@ -113,7 +115,7 @@ fn simulate_policy(policy: &str, cores: u16, service: &str, load: f64) -> RpcSim
     run(&RpcSimulationConfig {
         policy,
         cores,
-        service,
+        service_times: service,
         offered_load: load,
         request_count: 1_000_000,
         ..RpcSimulationConfig::default()
@@ -124,7 +126,7 @@ fn simulate_policy(policy: &str, cores: u16, service: &str, load: f64) -> RpcSim
 /// Simulates a policy, and returns the mean latency of the short requests, followed by that of the long ones.
 fn simulate_class_mean_latencies(policy: &str, service: &str, load: f64) -> [f64; 2] {
     let outcome = simulate_policy(policy, 16, service, load);
-    [0, 1].map(|class| outcome.classes[class].quantiles.mean)
+    [0, 1].map(|class| outcome.class_latencies[class].quantiles.mean)
 }
 
 #[test]
@@ -132,7 +134,7 @@ fn dedicated_cores_behave_like_two_separate_servers() {
     // All cores are reserved, 8 for each service. 90 % of the requests are short (1) and 10 % are long (9). Each class
     // therefore needs 0.5 of 8 cores.
     let class_means = simulate_class_mean_latencies("jbsrq:assignment=dedicated,reserved=8", "bimodal:0.1:9", 0.5);
-    let separate_server_mean = simulate_policy("jbsq:4", 8, "fixed", 0.5).all.mean;
+    let separate_server_mean = simulate_policy("jbsq:4", 8, "fixed", 0.5).overall_latency.mean;
     assert!(
         (class_means[0] / separate_server_mean - 1.0).abs() < 0.01,
         "{class_means:?}, alone {separate_server_mean}"
@@ -150,10 +152,10 @@ fn allocator_core_does_not_change_latency_at_worker_cores() {
         simulate_policy("jbsrq:assignment=dedicated,reserved=8", 16, "bimodal:0.1:9", 0.5);
     let policy = "jbsrq:assignment=dedicated,reserved=8,allocator=core";
     let outcome_with_allocator_core = simulate_policy(policy, 17, "bimodal:0.1:9", 0.5 * 16.0 / 17.0);
-    assert_eq!(outcome_without_allocator_core.classes, outcome_with_allocator_core.classes);
+    assert_eq!(outcome_without_allocator_core.class_latencies, outcome_with_allocator_core.class_latencies);
     let build_config = |load| RpcSimulationConfig {
         policy: "jbsrq:assignment=dedicated,allocator=core".parse().unwrap(),
-        service: "bimodal:0.1:9".parse().unwrap(),
+        service_times: "bimodal:0.1:9".parse().unwrap(),
         offered_load: load,
         ..RpcSimulationConfig::default()
     };
@@ -177,7 +179,8 @@ fn load_hints_move_cores_to_the_loaded_service() {
 #[test]
 fn priorities_keep_short_requests_from_waiting_behind_long_ones() {
     // In RingLeader's Bimodal(95-5, 5-100), both the unit and the quantum are 5 us.
-    let simulate_short_p99 = |policy| simulate_policy(policy, 16, "bimodal:0.05:20", 0.7).classes[0].quantiles.p99;
+    let simulate_short_p99 =
+        |policy| simulate_policy(policy, 16, "bimodal:0.05:20", 0.7).class_latencies[0].quantiles.p99;
     let (jbsq, jbsrq) = (simulate_short_p99("jbsq:4"), simulate_short_p99("jbsrq:quantum=1"));
     assert!(jbsrq < 3.0 && jbsq > 3.0 * jbsrq, "jbsq {jbsq}, jbsrq {jbsrq}");
 }
@@ -189,31 +192,31 @@ fn bounded_queue_accepts_any_load_and_drops_excess_requests() {
         policy,
         cores: 1,
         offered_load: 2.0,
-        queue_limit: Some(1),
+        max_requests_in_server: Some(1),
         ..RpcSimulationConfig::default()
     };
     // The server holds only the request in service. Erlang's B formula for one server yields 2 / (1 + 2).
     let outcome = run(&config).unwrap();
-    assert!((outcome.dropped_pct - 200.0 / 3.0).abs() < 0.3, "{}", outcome.dropped_pct);
-    assert!((outcome.all.mean - 1.0).abs() < 0.01, "{:?}", outcome.all);
-    let error = run(&RpcSimulationConfig { queue_limit: None, ..config }).unwrap_err().to_string();
+    assert!((outcome.dropped_request_pct - 200.0 / 3.0).abs() < 0.3, "{}", outcome.dropped_request_pct);
+    assert!((outcome.overall_latency.mean - 1.0).abs() < 0.01, "{:?}", outcome.overall_latency);
+    let error = run(&RpcSimulationConfig { max_requests_in_server: None, ..config }).unwrap_err().to_string();
     assert!(error.starts_with("load 2: expected less than 1, which is what jsq can carry"), "{error}");
 }
 
 #[test]
-fn windows_cover_the_run_after_the_warm_up() {
+fn latency_windows_cover_run_after_warm_up() {
     let outcome = run(&RpcSimulationConfig {
-        window_length: Some(500.0),
+        latency_window_length: Some(500.0),
         request_count: 200_000,
         ..RpcSimulationConfig::default()
     })
     .unwrap();
-    assert_eq!(outcome.windows.iter().map(|window| window.responses).sum::<u64>(), 180_000);
-    assert!(outcome.windows.is_sorted_by(|a, b| a.from + 500.0 <= b.from));
+    assert_eq!(outcome.window_latencies.iter().map(|window| window.responses).sum::<u64>(), 180_000);
+    assert!(outcome.window_latencies.is_sorted_by(|a, b| a.from + 500.0 <= b.from));
     let mean_over_windows = |to_value: fn(&coreward_sim::rpc::WindowLatency) -> f64| {
-        outcome.windows.iter().map(to_value).sum::<f64>() / outcome.windows.len() as f64
+        outcome.window_latencies.iter().map(to_value).sum::<f64>() / outcome.window_latencies.len() as f64
     };
-    assert!((mean_over_windows(|window| window.quantiles.mean) / outcome.all.mean - 1.0).abs() < 0.02);
+    assert!((mean_over_windows(|window| window.quantiles.mean) / outcome.overall_latency.mean - 1.0).abs() < 0.02);
 }
 
 #[test]
@@ -242,7 +245,7 @@ fn invalid_configurations_are_rejected() {
             .starts_with("5 requests: expected 10 to")
     );
     assert!(
-        config_error_text(RpcSimulationConfig { window_length: Some(0.0), ..config_with_policy("jsq") })
+        config_error_text(RpcSimulationConfig { latency_window_length: Some(0.0), ..config_with_policy("jsq") })
             .starts_with("window 0: expected")
     );
     // Most of the 300 cores have 2 buckets out of 512, so each receives 1/256 of all requests.
@@ -256,7 +259,7 @@ fn invalid_configurations_are_rejected() {
             .contains("1 services on 16 cores: expected two services")
     );
     let two_core_config = RpcSimulationConfig {
-        service: "bimodal:0.1:9".parse().unwrap(),
+        service_times: "bimodal:0.1:9".parse().unwrap(),
         cores: 2,
         ..config_with_policy("jbsrq:assignment=dedicated")
     };

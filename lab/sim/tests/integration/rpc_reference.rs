@@ -4,7 +4,8 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 use coreward_model::dispatch::{
-    Dispatcher, JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, Lambda, RoundRobinDispatcher,
+    JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, RankLambda, RequestDispatcher,
+    RoundRobinDispatcher,
 };
 use coreward_sim::rpc::server::{
     FifoCores, NicServer, PriorityCores, ProcessorSharingCores, QueueDisciplineCores, QueueingServer, ResponseSink,
@@ -24,7 +25,7 @@ impl ResponseSink for CollectedDepartures {
 /// Simulates the requests, and returns the time and request number of each departure, sorted by time.
 fn simulate_departures(
     requests: &[SimulatedRequest],
-    dispatcher: impl Dispatcher,
+    dispatcher: impl RequestDispatcher,
     cores: impl ServerCores,
 ) -> Vec<(u64, u32)> {
     let mut server = NicServer::new(dispatcher, cores, 2);
@@ -34,7 +35,7 @@ fn simulate_departures(
         QueueingServer::<CollectedDepartures>::add_request(&mut server, *request);
     }
     server.advance(u64::MAX - 1, &mut responses);
-    assert_eq!(QueueingServer::<CollectedDepartures>::outstanding_count(&server), 0);
+    assert_eq!(QueueingServer::<CollectedDepartures>::outstanding_request_count(&server), 0);
     responses.0.sort_unstable();
     responses.0
 }
@@ -56,7 +57,7 @@ struct ReferenceSimulator<'a> {
     requests: &'a [SimulatedRequest],
     interface_latency: u64,
     events: BinaryHeap<Reverse<(u64, ReferenceEvent)>>,
-    core_loads: Vec<(u64, u64)>,
+    requests_and_work_by_core: Vec<(u64, u64)>,
     nic_queue: VecDeque<usize>,
     core_queues: Vec<VecDeque<usize>>,
     departures: Vec<(u64, u32)>,
@@ -71,7 +72,7 @@ impl<'a> ReferenceSimulator<'a> {
             events: arrivals
                 .map(|(i, request)| Reverse((request.arrived_at, ReferenceEvent::RequestAtNic(i))))
                 .collect(),
-            core_loads: vec![(0, 0); cores],
+            requests_and_work_by_core: vec![(0, 0); cores],
             nic_queue: VecDeque::new(),
             core_queues: vec![VecDeque::new(); cores],
             departures: Vec::new(),
@@ -88,19 +89,25 @@ impl<'a> ReferenceSimulator<'a> {
             ReferenceEvent::RequestAtCore(core, request) => {
                 self.core_queues[core].push_back(request);
                 if self.core_queues[core].len() == 1 {
-                    self.schedule_event(now + self.requests[request].work, ReferenceEvent::ServiceEnds(core, request));
+                    self.schedule_event(
+                        now + self.requests[request].service_time,
+                        ReferenceEvent::ServiceEnds(core, request),
+                    );
                 }
             }
             ReferenceEvent::ServiceEnds(core, request) => {
                 assert_eq!(self.core_queues[core].pop_front(), Some(request));
                 if let Some(next) = self.core_queues[core].front().copied() {
-                    self.schedule_event(now + self.requests[next].work, ReferenceEvent::ServiceEnds(core, next));
+                    self.schedule_event(
+                        now + self.requests[next].service_time,
+                        ReferenceEvent::ServiceEnds(core, next),
+                    );
                 }
                 self.schedule_event(now + self.interface_latency, ReferenceEvent::ResponseAtNic(core, request));
             }
             ReferenceEvent::ResponseAtNic(core, request) => {
-                self.core_loads[core].0 -= 1;
-                self.core_loads[core].1 -= self.requests[request].work;
+                self.requests_and_work_by_core[core].0 -= 1;
+                self.requests_and_work_by_core[core].1 -= self.requests[request].service_time;
                 self.departures.push((now, self.requests[request].request_hash));
             }
         }
@@ -109,10 +116,10 @@ impl<'a> ReferenceSimulator<'a> {
     /// Sends requests from the NIC's queue to cores until `choose` finds no core or the queue is empty.
     fn dispatch_requests(&mut self, now: u64, queue_bound: u64, choose: CoreChooser) {
         while let Some(request) = self.nic_queue.front().copied() {
-            let Some(core) = choose(&self.core_loads, queue_bound) else { break };
+            let Some(core) = choose(&self.requests_and_work_by_core, queue_bound) else { break };
             self.nic_queue.pop_front();
-            self.core_loads[core].0 += 1;
-            self.core_loads[core].1 += self.requests[request].work;
+            self.requests_and_work_by_core[core].0 += 1;
+            self.requests_and_work_by_core[core].1 += self.requests[request].service_time;
             self.schedule_event(now + self.interface_latency, ReferenceEvent::RequestAtCore(core, request));
         }
     }
@@ -153,7 +160,7 @@ fn request_list_strategy() -> impl Strategy<Value = Vec<SimulatedRequest>> {
             arrived_at += arrival_gap;
             SimulatedRequest {
                 arrived_at,
-                work,
+                service_time: work,
                 request_hash: index as u32,
                 flow_hash: 0,
                 connection_number: 0,
@@ -166,16 +173,16 @@ fn request_list_strategy() -> impl Strategy<Value = Vec<SimulatedRequest>> {
 }
 
 /// Returns a copy of the requests in which each request's service is 0.
-fn with_one_service(requests: &[SimulatedRequest]) -> Vec<SimulatedRequest> {
+fn copy_with_single_service(requests: &[SimulatedRequest]) -> Vec<SimulatedRequest> {
     requests.iter().map(|request| SimulatedRequest { service: 0, ..*request }).collect()
 }
 
 proptest! {
     #[test]
-    fn fifo_core_departures_equal_the_reference_simulator(
+    fn fifo_core_departures_match_reference_simulator(
         requests in request_list_strategy(), cores in 1u16..9, latency in 0u64..50, queue_bound in 1u16..5,
     ) {
-        let requests = with_one_service(&requests);
+        let requests = copy_with_single_service(&requests);
         let build_fifo_cores = || FifoCores::new(cores, latency);
         let expected_departures =
             |queue_bound, choose| {
@@ -193,15 +200,15 @@ proptest! {
 
     /// Checks that JBSRQ without priorities is the same as JBSQ, and that cores then serve in order of arrival.
     #[test]
-    fn ranked_queues_with_one_service_equal_bounded_queues(
+    fn ranked_queues_of_one_service_act_like_bounded_queues(
         requests in request_list_strategy(),
         cores in 1u16..9,
         latency in 0u64..50,
         depth in 1u16..5,
     ) {
-        let requests = with_one_service(&requests);
+        let requests = copy_with_single_service(&requests);
         let queue_depth = depth.try_into().unwrap();
-        let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PAPER_VALUE, queue_depth);
+        let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 1, RankLambda::PAPER_VALUE, queue_depth);
         let ranked_cores = QueueDisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
         let bounded_dispatcher = JoinShortestQueue::bounded(cores, queue_depth);
         prop_assert_eq!(
@@ -221,7 +228,7 @@ proptest! {
         cost in 0u64..30,
     ) {
         let ranked_dispatcher =
-            JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PAPER_VALUE, 4.try_into().unwrap());
+            JoinBoundedShortestRankedQueue::new(cores, 2, RankLambda::PAPER_VALUE, 4.try_into().unwrap());
         let yielding_cores = QueueDisciplineCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
         let stealing_cores = QueueDisciplineCores::new(cores, latency, StealingCores::new(cores, cost));
         let departure_lists =
@@ -232,7 +239,7 @@ proptest! {
             let mut is_answered = vec![false; requests.len()];
             for (departed_at, index) in departures {
                 let request = &requests[index as usize];
-                prop_assert!(departed_at >= request.arrived_at + request.work + 2 * latency);
+                prop_assert!(departed_at >= request.arrived_at + request.service_time + 2 * latency);
                 prop_assert!(!std::mem::replace(&mut is_answered[index as usize], true));
             }
         }
@@ -243,7 +250,7 @@ proptest! {
     #[test]
     fn stealing_without_cost_conserves_work(requests in request_list_strategy(), cores in 1u16..5) {
         let equal_requests: Vec<SimulatedRequest> =
-            requests.iter().map(|request| SimulatedRequest { work: 50, service: 0, ..*request }).collect();
+            requests.iter().map(|request| SimulatedRequest { service_time: 50, service: 0, ..*request }).collect();
         let stealing = QueueDisciplineCores::new(cores, 0, StealingCores::new(cores, 0));
         let central_dispatcher = JoinShortestQueue::bounded(cores, std::num::NonZeroU16::MIN);
         let collect_departure_times =
@@ -259,14 +266,14 @@ proptest! {
 fn busy_time_grows_continuously_during_service() {
     let build_request = |arrived_at, work| SimulatedRequest {
         arrived_at,
-        work,
+        service_time: work,
         request_hash: 0,
         flow_hash: 0,
         connection_number: 0,
         class_index: 0,
         service: 0,
     };
-    fn check_busy_times<C: ServerCores>(cores: C, requests: &[SimulatedRequest]) {
+    fn assert_busy_time_grows_continuously<C: ServerCores>(cores: C, requests: &[SimulatedRequest]) {
         let mut server = NicServer::new(RoundRobinDispatcher::new(1), cores, 1);
         let mut departures = CollectedDepartures::default();
         for request in requests {
@@ -280,8 +287,8 @@ fn busy_time_grows_continuously_during_service() {
         }
     }
     let requests = [build_request(10, 100), build_request(20, 50)];
-    check_busy_times(FifoCores::new(1, 5), &requests);
-    check_busy_times(QueueDisciplineCores::new(1, 5, StealingCores::new(1, 0)), &requests);
-    check_busy_times(QueueDisciplineCores::new(1, 5, PriorityCores::new(1, 1, 10, 0)), &requests);
-    check_busy_times(ProcessorSharingCores::new(1, 5), &requests);
+    assert_busy_time_grows_continuously(FifoCores::new(1, 5), &requests);
+    assert_busy_time_grows_continuously(QueueDisciplineCores::new(1, 5, StealingCores::new(1, 0)), &requests);
+    assert_busy_time_grows_continuously(QueueDisciplineCores::new(1, 5, PriorityCores::new(1, 1, 10, 0)), &requests);
+    assert_busy_time_grows_continuously(ProcessorSharingCores::new(1, 5), &requests);
 }

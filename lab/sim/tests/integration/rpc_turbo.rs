@@ -4,21 +4,21 @@ use coreward_sim::rpc::{PeakLoadSearchConfig, RpcSimulationConfig, find_peak_loa
 
 /// Latency between NIC and cores (multiples of the service time): 550 ns for requests of 2 us (Turbo, HPCA'23, Sect.
 /// VII-D).
-const INTERFACE_LATENCY: f64 = 0.275;
+const INTERFACE_LATENCY_SERVICE_TIMES: f64 = 0.275;
 
 fn find_policy_peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) -> f64 {
     let (policy, service) = (policy.parse().unwrap(), service.parse().unwrap());
     let config = RpcSimulationConfig {
         policy,
         cores,
-        service,
+        service_times: service,
         interface_latency: latency,
         request_count: 200_000,
         ..RpcSimulationConfig::default()
     };
     find_peak_load(&PeakLoadSearchConfig {
-        config,
-        slo_multiple: slo,
+        simulation_config: config,
+        latency_bound_in_slo_units: slo,
         seeds: 1..=3,
         bisection_steps: 9,
         ..PeakLoadSearchConfig::default()
@@ -51,13 +51,13 @@ fn rebalanced_rss_has_a_longer_tail_than_jsq_as_in_turbo_figure_11() {
         run(&RpcSimulationConfig {
             policy,
             cores: 12,
-            interface_latency: INTERFACE_LATENCY,
+            interface_latency: INTERFACE_LATENCY_SERVICE_TIMES,
             offered_load: 0.8,
             request_count,
             ..RpcSimulationConfig::default()
         })
         .unwrap()
-        .all
+        .overall_latency
         .p99
     };
     let [jsq, rr, random] = ["jsq", "rr", "random"].map(simulate_policy_p99);
@@ -80,7 +80,8 @@ fn rebalanced_rss_has_a_longer_tail_than_jsq_as_in_turbo_figure_11() {
 
 #[test]
 fn jsq_and_jlq_are_near_processor_sharing_as_in_turbo_figure_12() {
-    let search_peak_load = |policy, service| find_policy_peak_load(policy, 16, service, INTERFACE_LATENCY, 30.0);
+    let search_peak_load =
+        |policy, service| find_policy_peak_load(policy, 16, service, INTERFACE_LATENCY_SERVICE_TIMES, 30.0);
     for (service, jsq_tolerance, jlq_tolerance) in
         [("bimodal:0.4:20", 0.20, 0.11), ("bimodal:0.2:20", 0.20, 0.11), ("bimodal:0.2:8", 0.05, 0.05)]
     {

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::GrpcConnector;
-use coreward_tls::{CredentialFiles, FleetRole, ReloadableCredentials};
+use coreward_tls::{FleetRole, ReloadableTlsCredentials, TlsCredentialFiles};
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -29,7 +29,7 @@ const HONEST_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 const REGISTRATION_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const FLOOD_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum duration of an impostor's stream to a controller. The impostor then closes it and registers again.
-const MAX_STREAM_DURATION: Duration = Duration::from_secs(2);
+const MAX_IMPOSTOR_STREAM_DURATION: Duration = Duration::from_secs(2);
 /// Number of connections that a flood keeps open at the same time. Each sends nothing or random bytes.
 const FLOOD_CONNECTION_COUNT: usize = 64;
 
@@ -53,7 +53,7 @@ pub enum FalseReportKind {
 #[derive(Debug)]
 pub struct ByzantineAgent {
     pub server_number: u16,
-    pub stolen_credentials: CredentialFiles,
+    pub stolen_credentials: TlsCredentialFiles,
     pub controller_addresses: Vec<SocketAddr>,
     pub report_kind: FalseReportKind,
 }
@@ -61,13 +61,13 @@ pub struct ByzantineAgent {
 impl ByzantineAgent {
     /// Sends false reports from the server's namespace until `stop_flag` is set. Call it in its own thread, because it
     /// blocks. Fails when the namespace cannot be entered, or when a system call fails unexpectedly.
-    pub fn run_impostor(
+    pub fn run_until_stopped(
         self,
         server_namespace: &NetworkNamespace,
         false_reports: &FalseReportCounters,
         stop_flag: &AtomicBool,
     ) -> anyhow::Result<()> {
-        let tls = ReloadableCredentials::load_from_files(self.stolen_credentials.clone())?;
+        let tls = ReloadableTlsCredentials::load_from_files(self.stolen_credentials.clone())?;
         server_namespace.run_within(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
@@ -88,14 +88,14 @@ impl ByzantineAgent {
     async fn run_report_stream(
         &self,
         controller_address: SocketAddr,
-        tls: &Arc<ReloadableCredentials>,
+        tls: &Arc<ReloadableTlsCredentials>,
         rng: &mut Xoshiro256PlusPlus,
         false_reports: &FalseReportCounters,
         stop_flag: &AtomicBool,
     ) -> anyhow::Result<()> {
         if self.report_kind == FalseReportKind::IdleCores {
             let reports = (1..).map(|sequence| v1::Report {
-                rss: Some(build_false_rss(40, vec![0, 1])),
+                rss: Some(build_false_rss_config(40, vec![0, 1])),
                 ..build_idle_report(sequence)
             });
             return send_reports(
@@ -109,7 +109,7 @@ impl ByzantineAgent {
             .await;
         }
         flood_with_connections(controller_address, rng, false_reports);
-        let registered_name = self.random_registered_name(rng);
+        let registered_name = self.choose_claimed_server_name(rng);
         let is_idle = uniform_below(rng, 2) == 0;
         let reports = (1..)
             .map(|sequence| if is_idle { build_idle_report(sequence) } else { build_random_report(sequence, rng) });
@@ -121,12 +121,12 @@ impl ByzantineAgent {
             false_reports,
             stop_flag,
         );
-        tokio::time::timeout(MAX_STREAM_DURATION, report_stream).await?
+        tokio::time::timeout(MAX_IMPOSTOR_STREAM_DURATION, report_stream).await?
     }
 
     /// Returns the server's own name in half of the cases. Otherwise, it returns another server's name or an unknown
     /// name.
-    fn random_registered_name(&self, rng: &mut Xoshiro256PlusPlus) -> String {
+    fn choose_claimed_server_name(&self, rng: &mut Xoshiro256PlusPlus) -> String {
         match uniform_below(rng, 4) {
             0 => "nobody".to_owned(),
             1 => format!("s{}", 1 + self.server_number % 4),
@@ -156,7 +156,7 @@ fn flood_with_connections(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, fal
 async fn send_reports(
     name: String,
     controller_address: SocketAddr,
-    tls: &Arc<ReloadableCredentials>,
+    tls: &Arc<ReloadableTlsCredentials>,
     (mut reports, interval): (impl Iterator<Item = v1::Report>, Duration),
     false_reports: &FalseReportCounters,
     stop_flag: &AtomicBool,
@@ -204,7 +204,7 @@ fn build_idle_report(sequence: u64) -> v1::Report {
     }
 }
 
-fn build_false_rss(key_length: usize, queues: Vec<u32>) -> v1::Rss {
+fn build_false_rss_config(key_length: usize, queues: Vec<u32>) -> v1::Rss {
     v1::Rss { source: "false".to_owned(), key: vec![0xaa; key_length], indirection_table: queues, input_transform: 0 }
 }
 
@@ -224,8 +224,11 @@ fn build_random_report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Repor
         9 => report.sent_unix_ns = 0,
         10 => report.time_to_live_ms = 0,
         11 => report.time_to_live_ms = u32::MAX,
-        12 => report.rss = Some(build_false_rss(5, vec![0, 1, 2])),
-        13 => report.rss = Some(v1::Rss { input_transform: u32::MAX, ..build_false_rss(40, vec![u32::MAX; 2_048]) }),
+        12 => report.rss = Some(build_false_rss_config(5, vec![0, 1, 2])),
+        13 => {
+            report.rss =
+                Some(v1::Rss { input_transform: u32::MAX, ..build_false_rss_config(40, vec![u32::MAX; 2_048]) })
+        }
         14 => {
             report.open_connections = u32::MAX;
             report.configuration_generation = u64::MAX;

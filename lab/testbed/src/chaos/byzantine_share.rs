@@ -19,10 +19,10 @@ const INITIAL_MEASUREMENT_SECONDS: usize = 5;
 const FINAL_MEASUREMENT_SECONDS: usize = 10;
 /// Delay until the controller has counted a connection (s). Until then the server's share may exceed the limit. The
 /// controller counts four times a second, and load balancers report ten times a second.
-const MAX_COUNT_DELAY_SECONDS: f64 = 0.35;
+const MAX_CONNECTION_COUNT_DELAY_SECONDS: f64 = 0.35;
 const CONNECTION_INTERVAL: Duration = Duration::from_millis(8);
 /// Number of standard deviations by which a server's share may exceed the limit by chance before the test fails.
-const MAX_STANDARD_DEVIATIONS: f64 = 5.0;
+const MAX_SHARE_STANDARD_DEVIATIONS: f64 = 5.0;
 
 /// Shares of new connections that a server got while an impostor reported idle cores for it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -79,8 +79,8 @@ impl ByzantineConnectionShare {
         let (limit, (share, connections)) = (self.max_connection_share(), self.final_connection_share_and_count());
         share
             > limit
-                + MAX_COUNT_DELAY_SECONDS / FINAL_MEASUREMENT_SECONDS as f64
-                + MAX_STANDARD_DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
+                + MAX_CONNECTION_COUNT_DELAY_SECONDS / FINAL_MEASUREMENT_SECONDS as f64
+                + MAX_SHARE_STANDARD_DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
     }
 }
 

@@ -28,9 +28,9 @@ const CHANGES_PER_DRAIN: u64 = 4;
 const CHANGES_PER_STATE_CHECK: u64 = 10;
 const WRITE_RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// Maximum time until the controller acknowledges the last configuration change.
-const LAST_CHANGES_TIMEOUT: Duration = Duration::from_secs(20);
+const LAST_CHANGE_ACKNOWLEDGEMENT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout of a `coreward` command (s). It is longer than the command's own timeout for a silent controller.
-const COMMAND_TIMEOUT_S: &str = "8";
+const COREWARD_COMMAND_TIMEOUT_S: &str = "8";
 
 /// Counts of attempted configuration changes, by outcome.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -67,15 +67,15 @@ pub struct ExpectedConfig {
 /// read the counts.
 #[derive(Debug)]
 pub struct ConfigWriter<'a> {
-    operator: OperatorCli<'a>,
+    operator_cli: OperatorCli<'a>,
     document_path: PathBuf,
     write_counts: Mutex<ConfigWriteCounts>,
 }
 
 impl<'a> ConfigWriter<'a> {
     pub fn new(testbed: &'a Testbed, controller_count: u16) -> Self {
-        let operator = OperatorCli::new(testbed, controller_count, COMMAND_TIMEOUT_S);
-        Self { operator, document_path: testbed.directory().join("wanted.toml"), write_counts: Mutex::default() }
+        let operator_cli = OperatorCli::new(testbed, controller_count, COREWARD_COMMAND_TIMEOUT_S);
+        Self { operator_cli, document_path: testbed.directory().join("wanted.toml"), write_counts: Mutex::default() }
     }
 
     pub fn write_counts(&self) -> ConfigWriteCounts {
@@ -85,7 +85,7 @@ impl<'a> ConfigWriter<'a> {
     /// Makes `change_count` changes, at most one per `interval`, and waits until `stop_flag` is set. Then it activates
     /// all servers except one, which stays drained. The controller must already have applied the current document of
     /// `documents`. Fails when the controller does not answer at the beginning or after the end.
-    pub fn run_changes(
+    pub fn apply_random_changes(
         &self,
         mut documents: DocumentGenerator,
         change_count: u64,
@@ -93,7 +93,7 @@ impl<'a> ConfigWriter<'a> {
         stop_flag: &AtomicBool,
     ) -> anyhow::Result<ExpectedConfig> {
         let mut expected_config = ExpectedConfig::default();
-        (expected_config.generation, expected_config.document_text) = self.query_document()?;
+        (expected_config.generation, expected_config.document_text) = self.query_generation_and_document()?;
         let mut next_change_time = Instant::now();
         let mut attempted_changes = 0u64;
         while !stop_flag.load(Ordering::Relaxed) {
@@ -106,13 +106,13 @@ impl<'a> ConfigWriter<'a> {
             self.make_random_change(&mut expected_config, &mut documents, attempted_changes)?;
         }
         documents.restore_initial_document();
-        let deadline = Instant::now() + LAST_CHANGES_TIMEOUT;
+        let deadline = Instant::now() + LAST_CHANGE_ACKNOWLEDGEMENT_TIMEOUT;
         while !self.apply_document(&mut expected_config, &documents)? {
             ensure!(Instant::now() < deadline, "the last change is not acknowledged");
             std::thread::sleep(WRITE_RETRY_PAUSE);
         }
         // One server stays drained, to show that drains outlive the restart of all controllers.
-        self.undrain_all_but(&mut expected_config, 1)?;
+        self.reduce_drained_server_count(&mut expected_config, 1)?;
         self.check_final_config(&mut expected_config)?;
         Ok(expected_config)
     }
@@ -130,7 +130,7 @@ impl<'a> ConfigWriter<'a> {
             std::thread::sleep(WRITE_RETRY_PAUSE);
         }
         if attempted_changes.is_multiple_of(CHANGES_PER_DRAIN) {
-            self.drain_or_undrain(expected_config, documents);
+            self.drain_or_undrain_server(expected_config, documents);
         }
         if attempted_changes.is_multiple_of(CHANGES_PER_INVALID_CHANGE) {
             self.try_invalid_document(expected_config, &documents.generate_invalid_document())?;
@@ -139,25 +139,25 @@ impl<'a> ConfigWriter<'a> {
             self.try_key_rotation();
         }
         if attempted_changes.is_multiple_of(CHANGES_PER_STATE_CHECK) {
-            self.compare_with_controller(expected_config);
+            self.try_compare_with_controller(expected_config);
         }
         Ok(())
     }
 
     /// Compares the active configuration with the expected one. Fails when the controller does not answer.
     pub fn check_final_config(&self, expected_config: &mut ExpectedConfig) -> anyhow::Result<()> {
-        ensure!(self.compare_with_controller(expected_config), "the controller does not return what is in force");
+        ensure!(self.try_compare_with_controller(expected_config), "the controller does not return what is in force");
         Ok(())
     }
 
     /// Undrains servers until only `remaining_drain_count` servers are still drained by command. Fails when an undrain
     /// is not acknowledged in time.
-    pub fn undrain_all_but(
+    pub fn reduce_drained_server_count(
         &self,
         expected_config: &mut ExpectedConfig,
         remaining_drain_count: usize,
     ) -> anyhow::Result<()> {
-        let deadline = Instant::now() + LAST_CHANGES_TIMEOUT;
+        let deadline = Instant::now() + LAST_CHANGE_ACKNOWLEDGEMENT_TIMEOUT;
         for server in expected_config.expected_drains.possibly_drained_servers().into_iter().skip(remaining_drain_count)
         {
             while !self.request_drain(expected_config, server, false) {
@@ -174,10 +174,10 @@ impl<'a> ConfigWriter<'a> {
         expected_config: &mut ExpectedConfig,
         documents: &DocumentGenerator,
     ) -> anyhow::Result<bool> {
-        let (text, present_servers) = (documents.document_text(), documents.present_server_numbers());
+        let (text, present_servers) = (documents.document_text(), documents.current_server_numbers());
         fs::write(&self.document_path, &text)?;
         // The controller may have applied an earlier document that it did not answer.
-        if !expected_config.unanswered_documents.is_empty() && !self.compare_with_controller(expected_config) {
+        if !expected_config.unanswered_documents.is_empty() && !self.try_compare_with_controller(expected_config) {
             return Ok(false);
         }
         match self.apply_document_file() {
@@ -188,14 +188,14 @@ impl<'a> ConfigWriter<'a> {
                         expected_config.generation
                     ));
                 }
-                expected_config.expected_drains.record_document(&present_servers, true);
+                expected_config.expected_drains.record_sent_document(&present_servers, true);
                 (expected_config.generation, expected_config.document_text) = (generation, text);
                 expected_config.unanswered_documents.clear();
                 self.update_write_counts(|writes| writes.acknowledged_changes += 1);
                 Ok(true)
             }
             Err(_) => {
-                expected_config.expected_drains.record_document(&present_servers, false);
+                expected_config.expected_drains.record_sent_document(&present_servers, false);
                 expected_config.unanswered_documents.push(text);
                 self.update_write_counts(|writes| writes.unanswered_changes += 1);
                 Ok(false)
@@ -204,7 +204,7 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Drains another server if enough others stay active. Otherwise it undrains a server.
-    fn drain_or_undrain(&self, expected_config: &mut ExpectedConfig, documents: &mut DocumentGenerator) {
+    fn drain_or_undrain_server(&self, expected_config: &mut ExpectedConfig, documents: &mut DocumentGenerator) {
         let drained_servers = expected_config.expected_drains.possibly_drained_servers();
         let next_drain = documents.next_server_to_drain(&drained_servers).map(|server| (server, true));
         if let Some((server, is_drain)) = next_drain.or_else(|| drained_servers.first().map(|server| (*server, false)))
@@ -217,7 +217,7 @@ impl<'a> ConfigWriter<'a> {
     /// acknowledged it.
     fn request_drain(&self, expected_config: &mut ExpectedConfig, server: u16, is_drain: bool) -> bool {
         let command = if is_drain { "drain" } else { "undrain" };
-        let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
+        let is_acknowledged = self.operator_cli.run_coreward(&[command, &format!("s{server}")]).is_ok();
         expected_config.expected_drains.record_drain_request(server, is_drain, is_acknowledged);
         self.update_write_counts(|writes| {
             *if is_acknowledged { &mut writes.acknowledged_drains } else { &mut writes.unanswered_drains } += 1
@@ -231,7 +231,7 @@ impl<'a> ConfigWriter<'a> {
         self.update_write_counts(|writes| writes.invalid_documents += 1);
         if let Ok(generation) = self.apply_document_file() {
             self.record_violation(format!("a document with a mistake is in force as generation {generation}:\n{text}"));
-            (expected_config.generation, expected_config.document_text) = self.query_document()?;
+            (expected_config.generation, expected_config.document_text) = self.query_generation_and_document()?;
         }
         Ok(())
     }
@@ -240,19 +240,19 @@ impl<'a> ConfigWriter<'a> {
     /// cookies are valid for a day, so the controller must reject it even if its clock is wrong.
     fn try_key_rotation(&self) {
         self.update_write_counts(|writes| writes.early_rotations += 1);
-        if let Ok(answer) = self.operator.run_coreward(&["keys", "rotate"]) {
+        if let Ok(answer) = self.operator_cli.run_coreward(&["keys", "rotate"]) {
             self.record_violation(format!("keys that are minutes old are rotated: {answer}"));
         }
     }
 
     /// Compares the active configuration with the expected one. Returns false if the controller does not answer.
-    fn compare_with_controller(&self, expected_config: &mut ExpectedConfig) -> bool {
-        let Ok((generation, text)) = self.query_document() else { return false };
+    fn try_compare_with_controller(&self, expected_config: &mut ExpectedConfig) -> bool {
+        let Ok((generation, text)) = self.query_generation_and_document() else { return false };
         let Ok(status) = self.query_status() else { return false };
         self.update_write_counts(|writes| writes.status_queries += 1);
         expected_config
             .expected_drains
-            .compare_with_status(&status)
+            .find_status_differences(&status)
             .into_iter()
             .for_each(|difference| self.record_violation(difference));
         if text == expected_config.document_text && generation == expected_config.generation {
@@ -271,7 +271,7 @@ impl<'a> ConfigWriter<'a> {
         }
         // Earlier attempts can no longer be applied, because each one requires the generation that it replaces.
         expected_config.unanswered_documents =
-            attempts_after_active_document(std::mem::take(&mut expected_config.unanswered_documents), &text);
+            discard_attempts_before_active_document(std::mem::take(&mut expected_config.unanswered_documents), &text);
         (expected_config.generation, expected_config.document_text) = (generation, text);
         true
     }
@@ -280,7 +280,7 @@ impl<'a> ConfigWriter<'a> {
     /// active.
     fn apply_document_file(&self) -> anyhow::Result<u64> {
         let document_path_text = self.document_path.display().to_string();
-        let answer = self.operator.run_coreward(&["apply", "--yes", &document_path_text])?;
+        let answer = self.operator_cli.run_coreward(&["apply", "--yes", &document_path_text])?;
         let generation = answer.lines().find_map(|line| line.strip_prefix("generation ")?.strip_suffix(" is in force"));
         match generation.map(str::parse) {
             Some(Ok(generation)) => Ok(generation),
@@ -289,15 +289,15 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Returns the generation and the text of the active fleet document.
-    fn query_document(&self) -> anyhow::Result<(u64, String)> {
+    fn query_generation_and_document(&self) -> anyhow::Result<(u64, String)> {
         let answer: serde_json::Value =
-            serde_json::from_str(&self.operator.run_coreward(&["fleet", "show", "--format", "json"])?)?;
+            serde_json::from_str(&self.operator_cli.run_coreward(&["fleet", "show", "--format", "json"])?)?;
         let generation = answer["generation"].as_u64().context("a document without a generation")?;
         Ok((generation, answer["text"].as_str().context("a document without a text")?.to_owned()))
     }
 
     fn query_status(&self) -> anyhow::Result<serde_json::Value> {
-        Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
+        Ok(serde_json::from_str(&self.operator_cli.run_coreward(&["status", "--format", "json"])?)?)
     }
 
     fn update_write_counts(&self, update: impl FnOnce(&mut ConfigWriteCounts)) {
@@ -309,7 +309,7 @@ impl<'a> ConfigWriter<'a> {
     }
 }
 
-fn attempts_after_active_document(attempts: Vec<String>, active_document_text: &str) -> Vec<String> {
+fn discard_attempts_before_active_document(attempts: Vec<String>, active_document_text: &str) -> Vec<String> {
     let position = attempts.iter().position(|text| text == active_document_text);
     attempts.into_iter().skip(position.map_or(0, |position| position + 1)).collect()
 }
@@ -321,8 +321,8 @@ mod tests {
     #[test]
     fn attempts_before_the_active_document_are_discarded() {
         let attempts = ["a", "b", "c"].map(String::from).to_vec();
-        assert_eq!(attempts_after_active_document(attempts.clone(), "b"), ["c"]);
-        assert_eq!(attempts_after_active_document(attempts.clone(), "c"), [""; 0]);
-        assert_eq!(attempts_after_active_document(attempts.clone(), "x"), attempts);
+        assert_eq!(discard_attempts_before_active_document(attempts.clone(), "b"), ["c"]);
+        assert_eq!(discard_attempts_before_active_document(attempts.clone(), "c"), [""; 0]);
+        assert_eq!(discard_attempts_before_active_document(attempts.clone(), "x"), attempts);
     }
 }

@@ -22,11 +22,11 @@ struct FleetServerEntry {
     is_draining: bool,
     weight: u32,
     /// Whether the server's agent must connect to a controller directly instead of through a rack controller.
-    bypasses_racks: bool,
+    bypasses_rack_controllers: bool,
 }
 
 const INITIAL_SERVER_ENTRY: FleetServerEntry =
-    FleetServerEntry { is_draining: false, weight: 1, bypasses_racks: false };
+    FleetServerEntry { is_draining: false, weight: 1, bypasses_rack_controllers: false };
 
 /// Generator of random fleet documents. It keeps the contents of the newest document.
 #[derive(Debug, Clone)]
@@ -34,32 +34,32 @@ pub struct DocumentGenerator {
     rng: Xoshiro256PlusPlus,
     services: Vec<(String, SocketAddr, &'static str)>,
     service_policies: Vec<&'static str>,
-    network: TestbedNetworkOptions,
+    network_options: TestbedNetworkOptions,
     server_entries: BTreeMap<u16, Option<FleetServerEntry>>,
     /// Numbers of the rack controllers that each server's agent may use. The key is the server's number.
-    server_rack_numbers: BTreeMap<u16, Vec<u16>>,
+    rack_numbers_by_server: BTreeMap<u16, Vec<u16>>,
     report_interval_ms: u32,
     document_revision: u64,
 }
 
 impl DocumentGenerator {
     /// Creates a generator whose first document has all `servers` active. Each of `services` has a name, an address and
-    /// further configuration lines. `server_rack_numbers` contains each server's rack controllers, and is empty without
-    /// racks.
+    /// further configuration lines. `rack_numbers_by_server` contains each server's rack controllers, and is empty
+    /// without racks.
     pub fn new(
         seed: u64,
-        network: TestbedNetworkOptions,
+        network_options: TestbedNetworkOptions,
         servers: &[u16],
         services: Vec<(String, SocketAddr, &'static str)>,
-        server_rack_numbers: BTreeMap<u16, Vec<u16>>,
+        rack_numbers_by_server: BTreeMap<u16, Vec<u16>>,
     ) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_CONFIG_CHANGES),
             service_policies: vec![POLICY_NAMES[0]; services.len()],
             services,
-            network,
+            network_options,
             server_entries: servers.iter().map(|number| (*number, Some(INITIAL_SERVER_ENTRY))).collect(),
-            server_rack_numbers,
+            rack_numbers_by_server,
             report_interval_ms: 100,
             document_revision: 0,
         }
@@ -68,25 +68,26 @@ impl DocumentGenerator {
     /// Returns the text of the newest document, with a revision number that makes it unique.
     pub fn document_text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.document_revision, self.report_interval_ms);
-        let rack_numbers: BTreeSet<u16> = self.server_rack_numbers.values().flatten().copied().collect();
+        let rack_numbers: BTreeSet<u16> = self.rack_numbers_by_server.values().flatten().copied().collect();
         let _ = writeln!(text, "racks = {:?}", rack_controller_names(&rack_numbers));
         for (number, entry) in &self.server_entries {
-            let Some(FleetServerEntry { is_draining: draining, weight, bypasses_racks: needs_controller }) = entry
+            let Some(FleetServerEntry { is_draining: draining, weight, bypasses_rack_controllers: needs_controller }) =
+                entry
             else {
                 continue;
             };
             let (address, state) = (
-                self.network.family.host_address(server_address(*number)),
+                self.network_options.family.host_address(server_address(*number)),
                 if *draining { "draining" } else { "active" },
             );
             let _ = writeln!(
                 text,
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
             );
-            let racks = self.server_rack_numbers.get(number).into_iter().flatten().filter(|_| !needs_controller);
+            let racks = self.rack_numbers_by_server.get(number).into_iter().flatten().filter(|_| !needs_controller);
             let _ = writeln!(text, "racks = {:?}", rack_controller_names(racks));
         }
-        let forwarding_name = self.network.forwarding.name();
+        let forwarding_name = self.network_options.forwarding.name();
         for ((name, address, extra_config), policy) in self.services.iter().zip(&self.service_policies) {
             let _ = write!(
                 text,
@@ -97,7 +98,7 @@ impl DocumentGenerator {
         text
     }
 
-    pub fn present_server_numbers(&self) -> BTreeSet<u16> {
+    pub fn current_server_numbers(&self) -> BTreeSet<u16> {
         self.server_entries.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
     }
 
@@ -105,7 +106,7 @@ impl DocumentGenerator {
     /// `drained_servers` contains servers that are or may be drained.
     pub fn next_server_to_drain(&mut self, drained_servers: &BTreeSet<u16>) -> Option<u16> {
         let undrained_servers: Vec<u16> =
-            self.present_server_numbers().into_iter().filter(|number| !drained_servers.contains(number)).collect();
+            self.current_server_numbers().into_iter().filter(|number| !drained_servers.contains(number)).collect();
         let number = *undrained_servers.get(self.random_number_below(undrained_servers.len().max(1) as u32) as usize)?;
         self.can_remove_server(number, drained_servers).then_some(number)
     }
@@ -145,7 +146,7 @@ impl DocumentGenerator {
             0 if can_be_removed => None,
             1 if can_be_removed => Some(FleetServerEntry { is_draining: true, ..INITIAL_SERVER_ENTRY }),
             2 => Some(FleetServerEntry { weight: 1 + self.random_number_below(4), ..INITIAL_SERVER_ENTRY }),
-            3 => Some(FleetServerEntry { bypasses_racks: true, ..INITIAL_SERVER_ENTRY }),
+            3 => Some(FleetServerEntry { bypasses_rack_controllers: true, ..INITIAL_SERVER_ENTRY }),
             _ => Some(INITIAL_SERVER_ENTRY),
         };
         self.server_entries.insert(server_number, entry);
@@ -186,7 +187,7 @@ mod tests {
     use super::*;
     use crate::addresses::AddressFamily;
 
-    fn generator_with_one_service(seed: u64, family: AddressFamily) -> DocumentGenerator {
+    fn build_generator_with_one_service(seed: u64, family: AddressFamily) -> DocumentGenerator {
         let services = vec![("web".to_owned(), SocketAddr::new(family.nth_vip(0), 80), "")];
         DocumentGenerator::new(
             seed,
@@ -201,7 +202,7 @@ mod tests {
     fn random_documents_parse_and_invalid_ones_are_rejected() {
         let parse_document = |text: String| FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text));
         for family in [AddressFamily::Ipv4, AddressFamily::Ipv6] {
-            let mut generator = generator_with_one_service(1, family);
+            let mut generator = build_generator_with_one_service(1, family);
             for _ in 0..300 {
                 generator.apply_random_change(&BTreeSet::new());
                 parse_document(generator.document_text()).unwrap();
@@ -213,7 +214,7 @@ mod tests {
     #[test]
     fn two_servers_always_accept_connections_despite_drains() {
         let (mut generator, mut drained_servers) =
-            (generator_with_one_service(2, AddressFamily::Ipv4), BTreeSet::new());
+            (build_generator_with_one_service(2, AddressFamily::Ipv4), BTreeSet::new());
         for round in 0..1_000 {
             generator.apply_random_change(&drained_servers);
             match round % 7 {
@@ -221,7 +222,7 @@ mod tests {
                 3 => drop(drained_servers.pop_first()),
                 _ => {}
             }
-            drained_servers.retain(|number| generator.present_server_numbers().contains(number));
+            drained_servers.retain(|number| generator.current_server_numbers().contains(number));
             let takes_connections = |(number, entry): &(&u16, &Option<FleetServerEntry>)| {
                 entry.is_some_and(|entry| !entry.is_draining) && !drained_servers.contains(number)
             };

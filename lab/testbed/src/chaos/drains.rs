@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 /// Maximum time until an unanswered command takes effect. A stopped controller may execute it after SIGCONT.
-const MAX_COMMAND_DELAY: Duration = Duration::from_secs(3);
+const MAX_DRAIN_COMMAND_DELAY: Duration = Duration::from_secs(3);
 
 /// Expected drain state of each server, by server number. A server without an entry is not drained.
 #[derive(Debug, Default)]
@@ -43,7 +43,7 @@ impl ExpectedServerDrains {
 
     /// Records that a fleet document was sent and whether the controller acknowledged it. The document contains exactly
     /// `servers`.
-    pub fn record_document(&mut self, servers: &BTreeSet<u16>, is_acknowledged: bool) {
+    pub fn record_sent_document(&mut self, servers: &BTreeSet<u16>, is_acknowledged: bool) {
         if is_acknowledged {
             self.0.retain(|server, _| servers.contains(server));
         } else {
@@ -54,15 +54,15 @@ impl ExpectedServerDrains {
     }
 
     /// Returns descriptions of all differences between the controller's status and the expected drains. After
-    /// `MAX_COMMAND_DELAY`, an uncertain state is replaced by the state in `status`.
-    pub fn compare_with_status(&mut self, status: &Value) -> Vec<String> {
+    /// `MAX_DRAIN_COMMAND_DELAY`, an uncertain state is replaced by the state in `status`.
+    pub fn find_status_differences(&mut self, status: &Value) -> Vec<String> {
         let mut violations = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {
             let server_number = server["name"].as_str().and_then(|name| name.strip_prefix('s')?.parse().ok());
             let Some(number) = server_number else { continue };
             let is_drained = server["drain"]["origin"] == "command";
             match self.0.get(&number) {
-                Some(ExpectedDrainState::UncertainSince(since)) if since.elapsed() < MAX_COMMAND_DELAY => {}
+                Some(ExpectedDrainState::UncertainSince(since)) if since.elapsed() < MAX_DRAIN_COMMAND_DELAY => {}
                 Some(ExpectedDrainState::UncertainSince(_)) => self.record_drain_request(number, is_drained, true),
                 Some(ExpectedDrainState::Drained) if !is_drained => {
                     violations.push(format!("a drain is lost: that of s{number} was acknowledged"));
@@ -96,45 +96,52 @@ mod tests {
         let mut expected_drains = ExpectedServerDrains::default();
         expected_drains.record_drain_request(1, true, true);
         assert_eq!(
-            expected_drains.compare_with_status(&build_status_with_drains(&[(1, "command"), (2, "document")])),
+            expected_drains.find_status_differences(&build_status_with_drains(&[(1, "command"), (2, "document")])),
             [""; 0]
         );
-        assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(1, "document")])).len(), 1, "lost");
         assert_eq!(
-            expected_drains.compare_with_status(&build_status_with_drains(&[(1, "document")])),
+            expected_drains.find_status_differences(&build_status_with_drains(&[(1, "document")])).len(),
+            1,
+            "lost"
+        );
+        assert_eq!(
+            expected_drains.find_status_differences(&build_status_with_drains(&[(1, "document")])),
             [""; 0],
             "which is reported once"
         );
         assert_eq!(
-            expected_drains.compare_with_status(&build_status_with_drains(&[(2, "command")])).len(),
+            expected_drains.find_status_differences(&build_status_with_drains(&[(2, "command")])).len(),
             1,
             "without a command"
         );
         expected_drains.record_drain_request(2, false, true);
-        assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(2, "document")])), [""; 0]);
+        assert_eq!(expected_drains.find_status_differences(&build_status_with_drains(&[(2, "document")])), [""; 0]);
     }
 
     #[test]
-    fn server_may_be_drained_or_not_after_unanswered_drain() {
+    fn unanswered_drain_leaves_drain_state_uncertain() {
         let mut expected_drains = ExpectedServerDrains::default();
         expected_drains.record_drain_request(1, true, false);
         for drain_source in ["command", "document"] {
-            assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(1, drain_source)])), [""; 0]);
+            assert_eq!(
+                expected_drains.find_status_differences(&build_status_with_drains(&[(1, drain_source)])),
+                [""; 0]
+            );
         }
         assert!(expected_drains.is_drain_uncertain(1) && expected_drains.possibly_drained_servers().contains(&1));
-        expected_drains.0.insert(1, ExpectedDrainState::UncertainSince(Instant::now() - MAX_COMMAND_DELAY));
-        assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(1, "command")])), [""; 0]);
+        expected_drains.0.insert(1, ExpectedDrainState::UncertainSince(Instant::now() - MAX_DRAIN_COMMAND_DELAY));
+        assert_eq!(expected_drains.find_status_differences(&build_status_with_drains(&[(1, "command")])), [""; 0]);
         assert!(!expected_drains.is_drain_uncertain(1));
-        assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(1, "document")])).len(), 1);
+        assert_eq!(expected_drains.find_status_differences(&build_status_with_drains(&[(1, "document")])).len(), 1);
     }
 
     #[test]
     fn server_removed_from_the_document_is_no_longer_drained() {
         let mut expected_drains = ExpectedServerDrains::default();
         (1..=2).for_each(|server| expected_drains.record_drain_request(server, true, true));
-        expected_drains.record_document(&[1].into(), false);
+        expected_drains.record_sent_document(&[1].into(), false);
         assert!(expected_drains.is_drain_uncertain(2) && !expected_drains.is_drain_uncertain(1));
-        expected_drains.record_document(&[1].into(), true);
+        expected_drains.record_sent_document(&[1].into(), true);
         assert_eq!(expected_drains.possibly_drained_servers(), [1].into());
     }
 }

@@ -18,7 +18,7 @@ pub const ETCD_MEMBER_COUNT: u16 = 3;
 /// First of the consecutive ports of the etcd members. No other program in the controllers' namespace uses these ports.
 const FIRST_ETCD_PORT: u16 = 2379;
 const LEADER_ELECTION_TIMEOUT: Duration = Duration::from_secs(20);
-const MEMBER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+const ETCD_MEMBER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Running etcd cluster. Dropping this value kills all members.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ impl<'a> EtcdCluster<'a> {
     /// Kills a member's process. Fails when the member does not exist.
     pub fn kill_member(&mut self, number: u16) -> anyhow::Result<()> {
         self.send_signal(number, Signal::SIGKILL)?;
-        self.member_processes[usize::from(number) - 1].wait_for_exit(MEMBER_EXIT_TIMEOUT).map(drop)
+        self.member_processes[usize::from(number) - 1].wait_for_exit(ETCD_MEMBER_EXIT_TIMEOUT).map(drop)
     }
 
     /// Restarts a killed member with the data of its previous process. Fails when it cannot be started.

@@ -127,11 +127,11 @@ impl ChaosFault {
         match self {
             Self::UpgradeDaemon(_) => 0..1,
             Self::Partition { sender_port, receiver_port, .. }
-                if is_control_port(sender_port) || is_control_port(receiver_port) =>
+                if is_controller_port(sender_port) || is_controller_port(receiver_port) =>
             {
                 LOSSLESS_FAULT_DURATION_MS
             }
-            Self::LinkDown(port) if is_control_port(port) => LOSSLESS_FAULT_DURATION_MS,
+            Self::LinkDown(port) if is_controller_port(port) => LOSSLESS_FAULT_DURATION_MS,
             Self::Partition { .. } | Self::LinkDown(_) => LOSSY_FAULT_DURATION_MS,
             _ => LOSSLESS_FAULT_DURATION_MS,
         }
@@ -169,7 +169,7 @@ impl ChaosFault {
 }
 
 /// Returns whether a switch port belongs to a controller or rack controller. These receive no packets from clients.
-fn is_control_port(port: &str) -> bool {
+fn is_controller_port(port: &str) -> bool {
     port == "controller" || port.starts_with("rack")
 }
 

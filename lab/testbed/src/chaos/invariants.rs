@@ -19,14 +19,14 @@ use crate::fleet::as_array_or_empty;
 use crate::topology::Testbed;
 
 /// Address where every load balancer serves its metrics, in its own network namespace.
-pub const METRICS_ADDRESS: &str = "127.0.0.1:9440";
+pub const LB_METRICS_ADDRESS: &str = "127.0.0.1:9440";
 /// Interval between two checks of the load balancers' forwarding tables.
 const TABLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of forwarding table checks per check of the controller's status. Status checks are rarer, because they cost
 /// the controller more time.
 const TABLE_CHECKS_PER_STATUS_CHECK: u32 = 5;
 const METRICS_SCRAPE_TIMEOUT: Duration = Duration::from_millis(300);
-const STATUS_TIMEOUT_S: &str = "3";
+const CONTROLLER_STATUS_TIMEOUT_S: &str = "3";
 
 /// Results of the invariant checks during a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -48,7 +48,7 @@ pub struct InvariantObservations {
 #[derive(Debug)]
 pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
-    operator: OperatorCli<'a>,
+    operator_cli: OperatorCli<'a>,
     run_start: Instant,
     observed_state: Mutex<ObservedFleetState>,
 }
@@ -60,14 +60,14 @@ struct ObservedFleetState {
     /// Name of each server, by server id.
     server_names: BTreeMap<u64, String>,
     /// Last value of each data plane counter, by owner (load balancer or server) and counter name.
-    counter_values: BTreeMap<(String, String), u64>,
+    counter_by_owner_and_name: BTreeMap<(String, String), u64>,
     /// Servers that load balancers consider down, each as the names of the load balancer, the service and the server.
     down_servers: BTreeSet<[String; 3]>,
     /// Sum of each load balancer's table generations, and the time of this sum's last change. The key is the load
     /// balancer's number.
-    last_table_changes: BTreeMap<u16, (f64, Instant)>,
+    table_generation_sums_by_lb: BTreeMap<u16, (f64, Instant)>,
     /// Current cookie key of the load balancers, its generation, and the phase of its rotation.
-    cookie_keys: Option<[Value; 3]>,
+    cookie_key_state: Option<[Value; 3]>,
 }
 
 /// Policies whose tables depend on loads. With them, the controller makes new tables as long as there is traffic.
@@ -75,8 +75,8 @@ const LOAD_AWARE_POLICIES: [&str; 2] = ["crossrss", "crossrss-plus"];
 
 impl<'a> InvariantChecker<'a> {
     pub fn new(testbed: &'a Testbed, controller_count: u16) -> Self {
-        let operator = OperatorCli::new(testbed, controller_count, STATUS_TIMEOUT_S);
-        Self { testbed, operator, run_start: Instant::now(), observed_state: Mutex::default() }
+        let operator_cli = OperatorCli::new(testbed, controller_count, CONTROLLER_STATUS_TIMEOUT_S);
+        Self { testbed, operator_cli, run_start: Instant::now(), observed_state: Mutex::default() }
     }
 
     pub fn observations(&self) -> InvariantObservations {
@@ -107,14 +107,14 @@ impl<'a> InvariantChecker<'a> {
     /// Describes the first load balancer without a new table since `recovery_start`, or returns `None` if all have one.
     /// `status` is the controller's status. If no policy depends on loads, the controller makes new tables only after
     /// changes. In that case, a load balancer passes if it has the controller's newest tables.
-    pub fn missing_new_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
+    pub fn find_missing_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
         let services = as_array_or_empty(&status["services"]);
         let has_load_aware_policy =
             services.iter().any(|service| LOAD_AWARE_POLICIES.iter().any(|policy| service["policy"] == *policy));
         let controller_generation_sum: f64 =
             services.iter().filter_map(|service| service["table_generation"].as_f64()).sum();
         let state = self.lock_state();
-        let missing_table_reason = |number: u16| match state.last_table_changes.get(&number) {
+        let missing_table_reason = |number: u16| match state.table_generation_sums_by_lb.get(&number) {
             Some((_, change_time)) if *change_time > recovery_start => None,
             Some((generation_sum, _)) if !has_load_aware_policy => {
                 (*generation_sum != controller_generation_sum).then(|| {
@@ -131,7 +131,7 @@ impl<'a> InvariantChecker<'a> {
 
     /// Runs `coreward status` and returns its JSON output. Fails when no controller answers in time.
     pub fn query_status(&self) -> anyhow::Result<Value> {
-        Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
+        Ok(serde_json::from_str(&self.operator_cli.run_coreward(&["status", "--format", "json"])?)?)
     }
 
     fn lock_state(&self) -> std::sync::MutexGuard<'_, ObservedFleetState> {
@@ -149,7 +149,7 @@ impl<'a> InvariantChecker<'a> {
     fn record_table_generations(&self, number: u16, generation_sum: f64) {
         let (mut state, now) = (self.lock_state(), Instant::now());
         state.observations.table_checks += 1;
-        let previous_change = state.last_table_changes.get(&number).copied();
+        let previous_change = state.table_generation_sums_by_lb.get(&number).copied();
         match previous_change {
             // Any different sum means a new table. It may be smaller, because a new controller restarts its
             // generations.
@@ -160,9 +160,9 @@ impl<'a> InvariantChecker<'a> {
                     state.observations.longest_without_table_s = seconds_without_table;
                     state.observations.longest_without_table_at_s = (now - self.run_start).as_secs_f64();
                 }
-                state.last_table_changes.insert(number, (generation_sum, now));
+                state.table_generation_sums_by_lb.insert(number, (generation_sum, now));
             }
-            None => drop(state.last_table_changes.insert(number, (generation_sum, now))),
+            None => drop(state.table_generation_sums_by_lb.insert(number, (generation_sum, now))),
         }
     }
 
@@ -230,7 +230,7 @@ impl ObservedFleetState {
     /// Checks that the cookie keys do not change, because the run is too short for a rotation.
     fn check_cookie_keys(&mut self, keys: &Value) {
         let current_keys = ["current_key", "configuration_generation", "rotation_phase"].map(|key| keys[key].clone());
-        let first_keys = self.cookie_keys.get_or_insert_with(|| current_keys.clone()).clone();
+        let first_keys = self.cookie_key_state.get_or_insert_with(|| current_keys.clone()).clone();
         if current_keys != first_keys {
             self.record_violation(format!("the cookie keys changed: {first_keys:?}, then {current_keys:?}"));
         }
@@ -241,7 +241,7 @@ impl ObservedFleetState {
         for (name, count) in counters.as_object().into_iter().flatten() {
             let current_count = count.as_u64().unwrap_or(0);
             let previous_count =
-                self.counter_values.insert((owner.to_owned(), name.clone()), current_count).unwrap_or(0);
+                self.counter_by_owner_and_name.insert((owner.to_owned(), name.clone()), current_count).unwrap_or(0);
             if current_count < previous_count {
                 self.record_violation(format!(
                     "counter {name} of {owner} went from {previous_count} to {current_count}"
@@ -289,7 +289,7 @@ pub fn find_unconverged_reason(testbed: &Testbed, status: &Value, recovery_start
 }
 
 fn scrape_load_balancer_metrics() -> anyhow::Result<String> {
-    let address: SocketAddr = METRICS_ADDRESS.parse()?;
+    let address: SocketAddr = LB_METRICS_ADDRESS.parse()?;
     let mut stream = TcpStream::connect_timeout(&address, METRICS_SCRAPE_TIMEOUT)?;
     stream.set_read_timeout(Some(METRICS_SCRAPE_TIMEOUT))?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: coreward\r\nConnection: close\r\n\r\n")?;

@@ -34,8 +34,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use crate::conformance::{SetOnDrop, write_busy_times, write_random_busy_times};
-use crate::fleet::{CoreLoadSource, Fleet, FleetOptions, core_load_file_path, read_log_tails};
+use crate::conformance::{SetFlagOnDrop, write_core_busy_times, write_random_core_busy_times};
+use crate::fleet::{CoreLoadSource, Fleet, TestbedFleetOptions, core_load_file_path, read_log_tails};
 use crate::interrupt;
 use crate::network_options::TestbedNetworkOptions;
 use crate::nginx::NginxServer;
@@ -129,29 +129,29 @@ pub fn run_chaos_test(instance: &str, options: &ChaosArgs) -> anyhow::Result<Cha
     let _stream_servers =
         testbed.start_stream_servers_at_address(stream_service_address(&testbed), stream_busy_file_path)?;
     for number in &server_numbers {
-        write_busy_times(&core_load_file_path(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
+        write_core_busy_times(&core_load_file_path(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
     }
     let server_racks = rack_numbers_by_server(&server_numbers, options.racks);
     let document_generator = create_document_generator(&testbed, options, server_racks.clone());
     let store_disk = TmpfsDisk::mount(&testbed.directory().join("store"))?;
     let preloaded_faults = PreloadedFaults::create(&testbed.directory())?;
     let etcd_cluster = (options.controllers > 1).then(|| EtcdCluster::start(&testbed)).transpose()?;
-    let fleet_options = FleetOptions {
-        load_source: CoreLoadSource::PacedServer,
+    let fleet_options = TestbedFleetOptions {
+        core_load_source: CoreLoadSource::PacedServer,
         applied_document: Some(document_generator.document_text()),
         store_file: Some(store_disk.path().join("controller.redb")),
         preloaded_faults: Some(preloaded_faults.clone()),
         controller_count: options.controllers,
-        server_racks,
+        rack_numbers_by_server: server_racks,
         uses_tls: true,
         etcd_endpoints: etcd_cluster.as_ref().map(EtcdCluster::member_endpoints).unwrap_or_default(),
-        extra_load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS_ADDRESS),
+        extra_load_balancer_text: format!("metrics = \"{}\"\n", invariants::LB_METRICS_ADDRESS),
         ..options.network.to_fleet_options()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
     let env =
         ChaosTestEnv::new(&testbed, fleet, store_disk, preloaded_faults, etcd_cluster, options.upgrade_binary.clone())?;
-    ChaosRun::new(&testbed, env, options)?.run_to_outcome(document_generator)
+    ChaosRun::new(&testbed, env, options)?.run_and_collect_outcome(document_generator)
 }
 
 fn create_testbed(instance: &str, options: &ChaosArgs) -> anyhow::Result<Testbed> {
@@ -228,7 +228,7 @@ impl<'a> ChaosRun<'a> {
         })
     }
 
-    fn run_to_outcome(mut self, documents: DocumentGenerator) -> anyhow::Result<ChaosOutcome> {
+    fn run_and_collect_outcome(mut self, documents: DocumentGenerator) -> anyhow::Result<ChaosOutcome> {
         let (traffic, writer, invariant_checker) = (
             TrafficClients::start(self.testbed, self.options.seconds, self.options.seed)?,
             ConfigWriter::new(self.testbed, self.options.controllers),
@@ -239,12 +239,17 @@ impl<'a> ChaosRun<'a> {
         let config_change_interval =
             Duration::from_secs_f64(config_change_seconds / self.options.config_changes.max(1) as f64);
         let (final_resource_usage, byzantine_share) = std::thread::scope(|scope| {
-            let _stop_on_drop = (SetOnDrop(&writer_stop_flag), SetOnDrop(&run_stop_flag));
-            scope.spawn(|| write_random_busy_times(self.testbed, &run_stop_flag));
+            let _stop_on_drop = (SetFlagOnDrop(&writer_stop_flag), SetFlagOnDrop(&run_stop_flag));
+            scope.spawn(|| write_random_core_busy_times(self.testbed, &run_stop_flag));
             scope.spawn(|| invariant_checker.run_checks(&run_stop_flag));
             traffic.spawn_clients(scope, &run_stop_flag);
             let config_writer_thread = scope.spawn(|| {
-                writer.run_changes(documents, self.options.config_changes, config_change_interval, &writer_stop_flag)
+                writer.apply_random_changes(
+                    documents,
+                    self.options.config_changes,
+                    config_change_interval,
+                    &writer_stop_flag,
+                )
             });
             self.run_fault_rounds(&traffic, &writer, &invariant_checker)?;
             writer_stop_flag.store(true, Ordering::Relaxed);
@@ -309,7 +314,7 @@ impl<'a> ChaosRun<'a> {
         let ChaosArgs { controllers, racks, .. } = *self.options;
         let component_counts = FleetComponentCounts {
             controller_count: controllers,
-            load_balancers: LOAD_BALANCER_COUNT,
+            load_balancer_count: LOAD_BALANCER_COUNT,
             rack_controller_count: racks,
             server_count: SERVER_COUNT,
         };
@@ -326,7 +331,7 @@ impl<'a> ChaosRun<'a> {
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
                 self.recoveries.last().map_or(0.0, |recovery| recovery.duration_s),
                 write_counts.acknowledged_changes,
-                traffic_counts.total_good_count(),
+                traffic_counts.total_successful_count(),
                 traffic_counts.total_broken_count(),
             ));
         }
@@ -369,7 +374,7 @@ impl<'a> ChaosRun<'a> {
         if !self.fault_kinds.contains(&ChaosFaultKind::ByzantineAgent) {
             return Ok(None);
         }
-        writer.undrain_all_but(expected_config, 0)?;
+        writer.reduce_drained_server_count(expected_config, 0)?;
         self.print_progress(&format!("an impostor reports idle cores of s{IMPERSONATED_SERVER_NUMBER}"));
         self.env.start_false_reports(IMPERSONATED_SERVER_NUMBER, FalseReportKind::IdleCores)?;
         let service = self.testbed.service_address();
@@ -401,7 +406,7 @@ impl<'a> ChaosRun<'a> {
             self.env.restart_ended_daemons()?;
             let unmet_condition = match invariant_checker.query_status() {
                 Ok(status) => invariants::find_unconverged_reason(self.testbed, &status, recovery_start)
-                    .or_else(|| invariant_checker.missing_new_table_reason(&status, recovery_start)),
+                    .or_else(|| invariant_checker.find_missing_table_reason(&status, recovery_start)),
                 Err(error) => Some(format!("{error:#}")),
             };
             let Some(reason) = unmet_condition else { break };

@@ -11,7 +11,7 @@ use super::byzantine_agent::FalseReportCounters;
 use super::byzantine_share::ByzantineConnectionShare;
 use super::config_mutator::ConfigWriteCounts;
 use super::invariants::{InvariantObservations, ProcessResourceUsage};
-use super::traffic::TrafficCounts;
+use super::traffic::ClientTrafficCounts;
 
 /// Results of one run of the chaos test.
 #[derive(Debug, Clone, Serialize)]
@@ -29,7 +29,7 @@ pub struct ChaosOutcome {
     pub write_counts: ConfigWriteCounts,
     pub observations: InvariantObservations,
     /// Numbers of good and broken client connections.
-    pub traffic: TrafficCounts,
+    pub traffic: ClientTrafficCounts,
     /// Resource usage of each daemon at the start of the run.
     pub usage_before: BTreeMap<String, ProcessResourceUsage>,
     /// Resource usage of each daemon at the end of the run.
@@ -103,7 +103,7 @@ impl ChaosOutcome {
         Ok(())
     }
 
-    fn fmt_writes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn fmt_config_writes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let writes = &self.write_counts;
         writeln!(
             f,
@@ -161,7 +161,7 @@ impl fmt::Display for ChaosOutcome {
         let Self { observations, traffic, violations, .. } = self;
         self.fmt_faults(f)?;
         self.fmt_traffic(f)?;
-        self.fmt_writes(f)?;
+        self.fmt_config_writes(f)?;
         writeln!(f, "  health       checks found a server down {} times", observations.down_verdicts)?;
         writeln!(
             f,

@@ -34,7 +34,7 @@ pub struct PlannedFault {
 pub struct FleetComponentCounts {
     /// Number of controllers, which store their records in an etcd cluster if there are two or more.
     pub controller_count: u16,
-    pub load_balancers: u16,
+    pub load_balancer_count: u16,
     /// Number of rack controllers, or 0 if agents connect to controllers directly.
     pub rack_controller_count: u16,
     pub server_count: u16,
@@ -122,7 +122,7 @@ impl FaultRoundGenerator {
     }
 
     fn random_load_balancer_number(&mut self) -> u16 {
-        1 + self.random_number_below(self.component_counts.load_balancers.into()) as u16
+        1 + self.random_number_below(self.component_counts.load_balancer_count.into()) as u16
     }
 
     fn random_rack_number(&mut self) -> u16 {
@@ -178,13 +178,13 @@ mod tests {
 
     use super::*;
 
-    const COMPONENT_COUNTS: FleetComponentCounts =
-        FleetComponentCounts { controller_count: 1, load_balancers: 2, rack_controller_count: 2, server_count: 4 };
+    const TESTED_COMPONENT_COUNTS: FleetComponentCounts =
+        FleetComponentCounts { controller_count: 1, load_balancer_count: 2, rack_controller_count: 2, server_count: 4 };
 
     #[test]
     fn equal_seeds_give_equal_schedules_with_every_kind_of_fault() {
         let rounds_of_seed = |seed| {
-            let mut schedule = FaultRoundGenerator::new(seed, &ChaosFaultKind::ALL, COMPONENT_COUNTS);
+            let mut schedule = FaultRoundGenerator::new(seed, &ChaosFaultKind::ALL, TESTED_COMPONENT_COUNTS);
             (0..40).map(|_| schedule.draw_next_round()).collect::<Vec<_>>()
         };
         assert_eq!(rounds_of_seed(1), rounds_of_seed(1));
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn no_daemon_has_two_overlapping_faults() {
-        let mut schedule = FaultRoundGenerator::new(5, &ChaosFaultKind::ALL, COMPONENT_COUNTS);
+        let mut schedule = FaultRoundGenerator::new(5, &ChaosFaultKind::ALL, TESTED_COMPONENT_COUNTS);
         for round in (0..500).map(|_| schedule.draw_next_round()) {
             assert!(!round.is_empty());
             for (position, planned_fault) in round.iter().enumerate() {

@@ -18,7 +18,7 @@ use super::fault::ChaosFault;
 use super::invariants::{ProcessResourceUsage, read_resource_usage};
 use super::network::NetworkFaults;
 use crate::fleet::{
-    FIRST_CONTROLLER_NAME, Fleet, agent_name, controller_address_of, coreward_binary_path, credential_file_paths,
+    FIRST_CONTROLLER_NAME, Fleet, agent_name, controller_address, coreward_binary_path, credential_file_paths,
     rack_controller_listen_address, read_log_tails,
 };
 use crate::preload::PreloadedFaults;
@@ -37,7 +37,7 @@ pub struct ChaosTestEnv<'a> {
     store_disk: TmpfsDisk,
     preloaded_faults: PreloadedFaults,
     etcd_cluster: Option<EtcdCluster<'a>>,
-    failed_etcd_member: Option<u16>,
+    failed_etcd_member_number: Option<u16>,
     /// Second executable for upgrades, which alternate between both executables. `None` if upgrades restart the same
     /// one.
     alternate_binary: Option<PathBuf>,
@@ -73,7 +73,7 @@ impl<'a> ChaosTestEnv<'a> {
             store_disk: disk,
             preloaded_faults,
             etcd_cluster: etcd,
-            failed_etcd_member: None,
+            failed_etcd_member_number: None,
             alternate_binary,
             alternate_binary_daemons: BTreeSet::new(),
             stopped_daemons: BTreeSet::new(),
@@ -200,7 +200,7 @@ impl<'a> ChaosTestEnv<'a> {
     fn begin_etcd_fault(&mut self, hits_leader: bool, number: u16, is_stopped: bool) -> anyhow::Result<()> {
         let etcd_cluster = self.etcd_cluster.as_mut().context("a fleet without etcd")?;
         let member_number = if hits_leader { etcd_cluster.query_leader_number()? } else { number };
-        self.failed_etcd_member = Some(member_number);
+        self.failed_etcd_member_number = Some(member_number);
         if is_stopped {
             etcd_cluster.send_signal(member_number, Signal::SIGSTOP)
         } else {
@@ -209,7 +209,7 @@ impl<'a> ChaosTestEnv<'a> {
     }
 
     fn end_etcd_fault(&mut self, is_stopped: bool) -> anyhow::Result<()> {
-        let (Some(etcd), Some(number)) = (&mut self.etcd_cluster, self.failed_etcd_member.take()) else {
+        let (Some(etcd), Some(number)) = (&mut self.etcd_cluster, self.failed_etcd_member_number.take()) else {
             return Ok(());
         };
         if is_stopped { etcd.send_signal(number, Signal::SIGCONT) } else { etcd.restart_member(number) }
@@ -220,7 +220,7 @@ impl<'a> ChaosTestEnv<'a> {
         self.kill_daemon(&agent_name(server))?;
         let mut controller_addresses = Vec::new();
         for number in 1..=self.controller_names().len() {
-            controller_addresses.push(controller_address_of(number as u16).parse()?);
+            controller_addresses.push(controller_address(number as u16).parse()?);
         }
         for rack in 1..=self.testbed.options().rack_controller_count {
             controller_addresses.push(rack_controller_listen_address(rack).parse()?);
@@ -232,8 +232,9 @@ impl<'a> ChaosTestEnv<'a> {
             (self.testbed.server(server)?.clone(), self.false_report_counters.clone());
         let stop_flag = Arc::new(AtomicBool::new(false));
         let thread_stop_flag = stop_flag.clone();
-        let impostor_thread =
-            std::thread::spawn(move || impostor.run_impostor(&server_namespace, &false_reports, &thread_stop_flag));
+        let impostor_thread = std::thread::spawn(move || {
+            impostor.run_until_stopped(&server_namespace, &false_reports, &thread_stop_flag)
+        });
         self.impostors.insert(server, RunningImpostor { stop_flag, thread: impostor_thread });
         Ok(())
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::Serialize;
 
-use crate::conformance::{download_once, parse_wrk_output};
+use crate::conformance::{download_once, parse_wrk_counts};
 use crate::connection_errors::BrokenConnectionCounts;
 use crate::http::{HttpConnection, WorkerIdentity};
 use crate::nginx::WORKER_IDENTITY_PATH;
@@ -41,13 +41,13 @@ const WRK_RUN_SECONDS: u64 = 10;
 const WRK_DELAY_MS: u32 = 20;
 /// Number of new streams per second. Each client address has ports for 50,000 streams.
 const STREAMS_PER_SECOND: f64 = 40.0;
-const MAX_RECORDED_FAILURES: usize = 20;
+const MAX_RECORDED_CONNECTION_FAILURES: usize = 20;
 /// Maximum time for which streams may stay open after the end of the run.
 const STREAMS_END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Numbers of good and broken downloads, requests, connections and streams.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct TrafficCounts {
+pub struct ClientTrafficCounts {
     /// Counts of 1 MB downloads by curl, each on its own connection.
     pub downloads: ClientResultCounts,
     /// Counts of wrk's requests on keep-alive connections.
@@ -71,13 +71,13 @@ pub struct ClientResultCounts {
     pub broken: u64,
 }
 
-impl TrafficCounts {
+impl ClientTrafficCounts {
     pub fn total_broken_count(&self) -> u64 {
         let Self { downloads, requests, short_connections: short, kept_connections: kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.broken).sum()
     }
 
-    pub fn total_good_count(&self) -> u64 {
+    pub fn total_successful_count(&self) -> u64 {
         let Self { downloads, requests, short_connections: short, kept_connections: kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.successful).sum()
     }
@@ -87,12 +87,12 @@ impl TrafficCounts {
 pub struct TrafficClients<'a> {
     testbed: &'a Testbed,
     run_start: Instant,
-    counts: Mutex<TrafficCounts>,
+    counts: Mutex<ClientTrafficCounts>,
     stream_client: Option<StreamClientProcess>,
     wrk_delay_script_path: PathBuf,
 }
 
-type ClientCountSelector = fn(&mut TrafficCounts) -> &mut ClientResultCounts;
+type ClientCountSelector = fn(&mut ClientTrafficCounts) -> &mut ClientResultCounts;
 
 impl<'a> TrafficClients<'a> {
     /// Starts the stream client, which opens connections for `seconds` seconds. Fails when its process cannot be
@@ -119,7 +119,7 @@ impl<'a> TrafficClients<'a> {
     }
 
     /// Returns the counts so far, except those of streams, which are counted only at the end.
-    pub fn traffic_counts(&self) -> TrafficCounts {
+    pub fn traffic_counts(&self) -> ClientTrafficCounts {
         self.counts.lock().expect("no client panics").clone()
     }
 
@@ -148,15 +148,15 @@ impl<'a> TrafficClients<'a> {
                 std::thread::sleep(SHORT_CONNECTION_INTERVAL);
             }
         });
-        scope.spawn(move || self.query_persistent_connections(is_running));
+        scope.spawn(move || self.keep_querying_persistent_connections(is_running));
     }
 
     /// Waits for the end of all streams and returns the final counts. Fails when the stream client fails.
-    pub fn wait_for_final_counts(mut self) -> anyhow::Result<TrafficCounts> {
+    pub fn wait_for_final_counts(mut self) -> anyhow::Result<ClientTrafficCounts> {
         let mut traffic_counts = self.traffic_counts();
         if let Some(streams) = self.stream_client.take() {
             let report = streams.wait_and_report(STREAMS_END_TIMEOUT)?;
-            let stream_totals = report.sum_of_seconds();
+            let stream_totals = report.total_counts();
             traffic_counts.streams = ClientResultCounts {
                 successful: stream_totals.completed + report.open_at_end,
                 broken: stream_totals.broken.total_count(),
@@ -195,7 +195,7 @@ impl<'a> TrafficClients<'a> {
     }
 
     fn report_failure(&self, failures: &mut Vec<String>, elapsed: Duration, description: String) {
-        if failures.len() < MAX_RECORDED_FAILURES {
+        if failures.len() < MAX_RECORDED_CONNECTION_FAILURES {
             failures.push(format!("{:.1} s: {description}", elapsed.as_secs_f64()));
         }
     }
@@ -206,7 +206,7 @@ impl<'a> TrafficClients<'a> {
         command.arg(format!("{WRK_RUN_SECONDS}s")).arg("--script").arg(&self.wrk_delay_script_path);
         command.arg(format!("http://{}{WORKER_IDENTITY_PATH}", self.testbed.service_address()));
         let wrk_output = self.testbed.run_command(self.testbed.client(), command);
-        match wrk_output.and_then(|output| parse_wrk_output(&String::from_utf8_lossy(&output.stdout))) {
+        match wrk_output.and_then(|output| parse_wrk_counts(&String::from_utf8_lossy(&output.stdout))) {
             Ok((requests, errors)) => {
                 let mut traffic_counts = self.counts.lock().expect("no client panics");
                 traffic_counts.requests.successful += requests;
@@ -224,14 +224,15 @@ impl<'a> TrafficClients<'a> {
     }
 
     /// Sends requests on the persistent connections in turn, as long as `is_running` returns true.
-    fn query_persistent_connections(&self, is_running: impl Fn() -> bool) {
+    fn keep_querying_persistent_connections(&self, is_running: impl Fn() -> bool) {
         let mut persistent_connections: Vec<Option<(HttpConnection, WorkerIdentity)>> =
             (0..PERSISTENT_CONNECTION_COUNT).map(|_| None).collect();
         while is_running() {
             for connection_slot in &mut persistent_connections {
                 let query_start = Instant::now();
-                let query_result =
-                    self.run_in_client_namespace(|| check_same_worker(connection_slot, self.testbed.service_address()));
+                let query_result = self.run_in_client_namespace(|| {
+                    check_same_worker_answers(connection_slot, self.testbed.service_address())
+                });
                 if query_result.is_err() {
                     *connection_slot = None;
                 }
@@ -247,7 +248,7 @@ impl<'a> TrafficClients<'a> {
 
 /// Sends a request on a persistent connection, which it opens if necessary. Fails when the answering worker is not that
 /// of the first request.
-fn check_same_worker(
+fn check_same_worker_answers(
     connection_slot: &mut Option<(HttpConnection, WorkerIdentity)>,
     service: SocketAddr,
 ) -> anyhow::Result<()> {

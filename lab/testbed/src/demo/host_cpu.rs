@@ -4,22 +4,22 @@ use anyhow::Context as _;
 
 /// Meter of the machine's CPU usage, as the busy share of the CPU time in all measured periods together.
 #[derive(Debug, Default)]
-pub struct CpuMeter {
-    period_start_ticks: CpuTicks,
-    measured_ticks: CpuTicks,
+pub struct HostCpuMeter {
+    period_start_ticks: HostCpuTicks,
+    measured_ticks: HostCpuTicks,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct CpuTicks {
+struct HostCpuTicks {
     busy_ticks: u64,
     idle_ticks: u64,
 }
 
-impl CpuMeter {
+impl HostCpuMeter {
     /// Creates a meter. Fails when /proc/stat has an unexpected format.
     pub fn new() -> anyhow::Result<Self> {
         read_cpu_ticks()
-            .map(|start_ticks| Self { period_start_ticks: start_ticks, measured_ticks: CpuTicks::default() })
+            .map(|start_ticks| Self { period_start_ticks: start_ticks, measured_ticks: HostCpuTicks::default() })
     }
 
     /// Starts a measured period. Fails when /proc/stat has an unexpected format.
@@ -43,19 +43,19 @@ impl CpuMeter {
     }
 }
 
-fn read_cpu_ticks() -> anyhow::Result<CpuTicks> {
+fn read_cpu_ticks() -> anyhow::Result<HostCpuTicks> {
     let text = std::fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
     parse_cpu_ticks(&text).context("the first line of /proc/stat is not as in proc(5)")
 }
 
 /// Parses the first line of /proc/stat, which is `cpu user nice system idle iowait irq softirq steal ...` (proc(5)).
-fn parse_cpu_ticks(text: &str) -> Option<CpuTicks> {
+fn parse_cpu_ticks(text: &str) -> Option<HostCpuTicks> {
     let tick_fields = text.lines().next()?.strip_prefix("cpu ")?;
     let ticks: Vec<u64> = tick_fields.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
     let idle_ticks = ticks.get(3)? + ticks.get(4)?;
     // Guests' times follow the eighth field, and must not be added because `user` includes them.
     let total_ticks: u64 = ticks.iter().take(8).sum();
-    Some(CpuTicks { busy_ticks: total_ticks - idle_ticks, idle_ticks })
+    Some(HostCpuTicks { busy_ticks: total_ticks - idle_ticks, idle_ticks })
 }
 
 #[cfg(test)]

@@ -28,20 +28,20 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use coreward_model::arrivals::{ArrivalLog, Workload};
-use coreward_model::replay::{PlacementMethod, ReplaySettings, replay_for_variances};
+use coreward_model::arrivals::{ArrivalLog, ConnectionWorkload};
+use coreward_model::replay::{ArrivalReplaySettings, ReplayPlacementMethod, replay_for_variances};
 use coreward_model::statistics::median;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::interrupt;
 use crate::topology::find_missing_privilege;
 use coreward_load::event_loop::now_ns;
-use host_cpu::CpuMeter;
+use host_cpu::HostCpuMeter;
 pub use options::{DemoOptions, DemoOutputFormat};
 use policy_run::PolicyTestbed;
 use results::{DemoResults, PolicyRuns};
-use samples::SeedMeasures;
-use simulated::SimulatedVariances;
+use samples::SeedRunMeasures;
+use simulated::SimulatedLoadVariances;
 use timeline::PoolChangeTimeline;
 
 /// Time from the start of the load generators to time 0 of the arrival log. The generators read the log meanwhile.
@@ -63,7 +63,7 @@ pub fn run_demo(options: &DemoOptions) -> anyhow::Result<()> {
     if options.simulated {
         println!(
             "{}",
-            results::build_simulated_table(&options.selected_policies(), &simulate_logs(options, &log_files))
+            results::build_simulated_variance_table(&options.selected_policies(), &simulate_logs(options, &log_files))
         );
         return Ok(());
     }
@@ -85,10 +85,10 @@ struct ArrivalLogFile {
 }
 
 fn write_arrival_logs(options: &DemoOptions) -> anyhow::Result<Vec<ArrivalLogFile>> {
-    let workload = Workload {
+    let workload = ConnectionWorkload {
         duration_us: options.seconds * 1_000_000,
         core_count: u32::from(options.servers) * u32::from(options.cores),
-        ..Workload::default()
+        ..ConnectionWorkload::default()
     };
     let write_arrival_log = |seed: &u64| {
         let arrival_log = workload.generate(*seed);
@@ -108,22 +108,23 @@ fn run_simulation_and_testbeds(
     let timeline = PoolChangeTimeline::new(options.seconds);
     let noise_floors: Vec<f64> = logs.iter().map(|log| simulate_noise_floor_pct(options, &log.arrival_log)).collect();
     // Simulate before the testbeds run, because the simulation's CPU load would disturb the measurements.
-    announce_step(progress, "simulating the same logs under the same policies".to_owned());
+    show_progress_step(progress, "simulating the same logs under the same policies".to_owned());
     let simulated_variances = simulate_logs(options, logs);
     interrupt::ensure_not_interrupted()?;
     let mut policy_testbeds = start_testbeds(options, logs[0].arrival_log.source_address_count, progress)?;
-    let mut cpu_meter = CpuMeter::new()?;
+    let mut cpu_meter = HostCpuMeter::new()?;
     let mut policy_runs: Vec<PolicyRuns> =
         policy_testbeds.iter().map(|testbed| PolicyRuns::new(testbed.policy_name())).collect();
     let first_generations = query_table_generations(&policy_testbeds)?;
     for (log_index, log) in logs.iter().enumerate() {
-        let seed_measures = run_seed(&mut policy_testbeds, log_index, log, &timeline, &mut cpu_meter, progress)?;
+        let seed_measures =
+            replay_log_on_testbeds(&mut policy_testbeds, log_index, log, &timeline, &mut cpu_meter, progress)?;
         policy_runs.iter_mut().zip(seed_measures).for_each(|(runs, measures)| runs.seed_measures.push(measures));
     }
     for ((runs, generation_before), generation_after) in
         policy_runs.iter_mut().zip(first_generations).zip(query_table_generations(&policy_testbeds)?)
     {
-        runs.table_count = generation_after - generation_before;
+        runs.created_table_count = generation_after - generation_before;
     }
     Ok(DemoResults {
         policy_runs,
@@ -143,7 +144,7 @@ fn start_testbeds(
     progress: &ProgressBar,
 ) -> anyhow::Result<Vec<PolicyTestbed>> {
     let start_testbed = |policy: &'static str| {
-        announce_step(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
+        show_progress_step(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
         let testbed = PolicyTestbed::start(policy, options, client_addresses_per_log)?;
         progress.inc(1);
         interrupt::ensure_not_interrupted()?;
@@ -152,7 +153,7 @@ fn start_testbeds(
     options.selected_policies().into_iter().map(start_testbed).collect()
 }
 
-fn simulate_logs(options: &DemoOptions, logs: &[ArrivalLogFile]) -> Vec<SimulatedVariances> {
+fn simulate_logs(options: &DemoOptions, logs: &[ArrivalLogFile]) -> Vec<SimulatedLoadVariances> {
     let arrival_logs: Vec<&ArrivalLog> = logs.iter().map(|log| &log.arrival_log).collect();
     simulated::simulate_policies(
         options,
@@ -166,33 +167,33 @@ fn simulate_logs(options: &DemoOptions, logs: &[ArrivalLogFile]) -> Vec<Simulate
 /// can do better. The variance is not 0, because requests are indivisible.
 fn simulate_noise_floor_pct(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     let warm_up_us = timeline::POOL_SETTLE_SECONDS * 1_000_000;
-    let replay_settings = ReplaySettings {
+    let replay_settings = ArrivalReplaySettings {
         server_count: options.servers,
         cores_per_server: options.cores,
         warm_up_time_us: warm_up_us,
-        ..ReplaySettings::default()
+        ..ArrivalReplaySettings::default()
     };
-    replay_for_variances(log, replay_settings, PlacementMethod::Oracle).core_pct
+    replay_for_variances(log, replay_settings, ReplayPlacementMethod::Oracle).across_cores_pct
 }
 
 fn query_table_generations(testbeds: &[PolicyTestbed]) -> anyhow::Result<Vec<u64>> {
     testbeds.iter().map(PolicyTestbed::query_table_generation).collect()
 }
 
-fn run_seed(
+fn replay_log_on_testbeds(
     testbeds: &mut [PolicyTestbed],
     log_index: usize,
     log: &ArrivalLogFile,
     timeline: &PoolChangeTimeline,
-    cpu_meter: &mut CpuMeter,
+    cpu_meter: &mut HostCpuMeter,
     progress: &ProgressBar,
-) -> anyhow::Result<Vec<SeedMeasures>> {
+) -> anyhow::Result<Vec<SeedRunMeasures>> {
     let seed = log.arrival_log.seed;
     let start_ns = now_ns() + LOAD_START_DELAY.as_nanos() as u64;
     for testbed in &mut *testbeds {
         testbed.start_load_generator(log_index, &log.path, start_ns)?;
     }
-    announce_step(progress, format!("seed {seed}"));
+    show_progress_step(progress, format!("seed {seed}"));
     cpu_meter.start_period()?;
     for second in 0..=timeline.run_seconds() {
         interrupt::sleep_until(start_ns + second * 1_000_000_000)?;
@@ -203,18 +204,18 @@ fn run_seed(
             for testbed in &mut *testbeds {
                 testbed.change_pool(event)?;
             }
-            announce_step(progress, format!("seed {seed}: a server {}", event.action_verb()));
+            show_progress_step(progress, format!("seed {seed}: a server {}", event.action_verb()));
         }
         progress.inc(u64::from(second > 0));
     }
     cpu_meter.end_period()?;
-    let seed_measures = testbeds.iter_mut().map(|testbed| testbed.finish_seed(seed, timeline)).collect();
+    let seed_measures = testbeds.iter_mut().map(|testbed| testbed.finish_seed_run(seed, timeline)).collect();
     std::thread::sleep(PAUSE_BETWEEN_SEEDS);
     seed_measures
 }
 
 /// Shows `message` about the current step in the progress bar, or prints it as a line if there is no bar.
-fn announce_step(progress: &ProgressBar, message: String) {
+fn show_progress_step(progress: &ProgressBar, message: String) {
     if progress.is_hidden() {
         eprintln!("{message}");
     }

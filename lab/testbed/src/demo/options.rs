@@ -11,7 +11,7 @@ use crate::network_options::TestbedNetworkOptions;
 
 /// Names of the policies that the demo compares by default: those in Fig. 2a of CrossRSS (Barbette et al., CoNEXT'20),
 /// and coreward's own.
-const COMPARED_POLICIES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
+const DEFAULT_COMPARED_POLICY_NAMES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
 
 /// Options of `coreward-lab demo`.
 #[derive(Debug, Clone, clap::Args)]
@@ -28,7 +28,7 @@ pub struct DemoOptions {
     /// Policies to compare in the same run, separated by commas
     #[arg(long = "policy", value_name = "NAME", value_delimiter = ',',
         value_parser = PossibleValuesParser::new(policy::policy_names()),
-        default_values_t = COMPARED_POLICIES.map(String::from))]
+        default_values_t = DEFAULT_COMPARED_POLICY_NAMES.map(String::from))]
     pub requested_policies: Vec<String>,
     /// Seeds of the arrival logs, run one after the other, separated by commas
     #[arg(long, value_name = "SEED", value_delimiter = ',', num_args = 1.., default_values_t = [1, 2, 3, 4, 5])]
@@ -96,7 +96,7 @@ mod tests {
     #[test]
     fn default_options_select_compared_policies_and_five_seeds() {
         let options = parse_demo_options("").unwrap();
-        assert_eq!(options.selected_policies(), COMPARED_POLICIES);
+        assert_eq!(options.selected_policies(), DEFAULT_COMPARED_POLICY_NAMES);
         assert_eq!((options.seeds, options.seconds), (vec![1, 2, 3, 4, 5], 38));
         let options = parse_demo_options("--policy crossrss,hash --policy hash --seeds 7,8").unwrap();
         assert_eq!((options.selected_policies(), options.seeds), (vec!["hash", "crossrss"], vec![7, 8]));

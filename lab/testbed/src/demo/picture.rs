@@ -12,11 +12,11 @@ use super::results::{DemoResults, PolicyRuns};
 
 const PICTURE_SIZE_PX: (u32, u32) = (1200, 560);
 /// Width of the panel that shows the variance in each second of the run (pixels).
-const TIME_PANEL_WIDTH: u32 = 740;
+const TIME_PANEL_WIDTH_PX: u32 = 740;
 const PICTURE_FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_PICTURE_FONT: (&str, u32) = ("sans-serif", 12);
 /// Height of one line of a label, as a fraction of the panel's height.
-const LABEL_LINE_HEIGHT: f64 = 0.032;
+const LABEL_LINE_HEIGHT_FRACTION: f64 = 0.032;
 /// Colours of the policies, which Okabe and Ito chose to be distinguishable with colour-blindness.
 const POLICY_COLORS: [RGBColor; 6] = [
     RGBColor(213, 94, 0),
@@ -42,7 +42,7 @@ pub fn draw_picture(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
             results.policy_runs[0].seed_measures.len()
         );
         let (time_panel, medians_panel) =
-            picture_area.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL_WIDTH);
+            picture_area.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL_WIDTH_PX);
         draw_variance_by_second(results, &time_panel)?;
         draw_median_variances(results, &medians_panel)?;
         picture_area.present()
@@ -57,9 +57,9 @@ fn policy_color(index: usize) -> RGBColor {
 /// Returns the range of variances (%) for the axes of both panels. The axes are logarithmic, because policies differ by
 /// orders of magnitude.
 fn variance_axis_range(results: &DemoResults) -> std::ops::Range<f64> {
-    let live_variances = results.policy_runs.iter().map(|runs| runs.core_variance_pct());
+    let live_variances = results.policy_runs.iter().map(|runs| runs.core_load_variance_pct());
     let simulated_variances =
-        results.simulated_variances.iter().map(|policy_variances| policy_variances.core_variance_pct);
+        results.simulated_variances.iter().map(|policy_variances| policy_variances.core_load_variance_pct);
     let highest_variance = live_variances.chain(simulated_variances).map(|summary| summary.highest).fold(1.0, f64::max);
     (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest_variance * 3.0
 }
@@ -68,7 +68,7 @@ fn variance_axis_range(results: &DemoResults) -> std::ops::Range<f64> {
 fn variance_points_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
     let median_of_second = |second: u64| {
         let seed_variances =
-            runs.seed_measures.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_variance_pct);
+            runs.seed_measures.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_load_variance_pct);
         Some((second as f64 + 0.5, median(&seed_variances.collect::<Vec<_>>())?))
     };
     (0..seconds).filter_map(median_of_second).collect()
@@ -119,13 +119,13 @@ fn draw_median_variances(results: &DemoResults, area: &SvgDrawingArea<'_>) -> Dr
         .build_cartesian_2d(0.0..count as f64, scale.clone().log_scale())?;
     chart.configure_mesh().disable_x_mesh().disable_x_axis().label_style(PICTURE_FONT).draw()?;
     for (index, runs) in results.policy_runs.iter().enumerate() {
-        let (summary, left_x) = (runs.core_variance_pct(), index as f64);
+        let (summary, left_x) = (runs.core_load_variance_pct(), index as f64);
         let bar_corners = [(left_x + 0.15, scale.start), (left_x + 0.85, summary.median)];
         chart.draw_series(std::iter::once(Rectangle::new(bar_corners, policy_color(index).filled())))?;
         let bar_center = left_x + 0.5;
         let whisker_line = [(bar_center, summary.lowest.max(scale.start)), (bar_center, summary.highest)];
         chart.draw_series(LineSeries::new(whisker_line, BLACK.stroke_width(2)))?;
-        let simulated_summary = results.simulated_variances[index].core_variance_pct;
+        let simulated_summary = results.simulated_variances[index].core_load_variance_pct;
         let (box_left_x, box_right_x) = (left_x + 0.62, left_x + 0.8);
         let box_corners = [
             (box_left_x, simulated_summary.lowest.max(scale.start)),
@@ -140,8 +140,10 @@ fn draw_median_variances(results: &DemoResults, area: &SvgDrawingArea<'_>) -> Dr
             SMALL_PICTURE_FONT.into_font().into_text_style(area).pos(Pos::new(HPos::Center, VPos::Bottom));
         for (line_number, text) in [(1.0, runs.policy.to_owned()), (0.0, format!("{:.2}", summary.median))] {
             let highest_value = summary.highest.max(simulated_summary.highest);
-            let label_position =
-                (bar_center, highest_value * 1.1 * (scale.end / scale.start).powf(LABEL_LINE_HEIGHT * line_number));
+            let label_position = (
+                bar_center,
+                highest_value * 1.1 * (scale.end / scale.start).powf(LABEL_LINE_HEIGHT_FRACTION * line_number),
+            );
             chart.draw_series(std::iter::once(Text::new(text, label_position, label_style.clone())))?;
         }
     }

@@ -7,16 +7,16 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
-use crate::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState, lab_binary_path};
+use crate::fleet::{CoreLoadSource, Fleet, ServerAdminState, TestbedFleetOptions, lab_binary_path};
 use crate::instance;
-use crate::load::LoadReport;
+use crate::load::LoadClientReport;
 use crate::paced_server::PacedServer;
-use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
+use crate::process::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 use crate::topology::{Testbed, TestbedOptions};
 
 use super::options::{DemoOptions, TableTrigger};
-use super::samples::{BusyTimeSample, SeedMeasures};
-use super::timeline::{PoolChangeTimeline, PoolEvent};
+use super::samples::{BusyTimeSample, SeedRunMeasures};
+use super::timeline::{PoolChangeEvent, PoolChangeTimeline};
 
 /// Testbed of one policy, with all its daemons. Fields are dropped in the order of their declaration, so processes end
 /// before the testbed is removed.
@@ -27,7 +27,7 @@ pub struct PolicyTestbed {
     fleet: Fleet,
     paced_servers: BTreeMap<u16, PacedServer>,
     /// Number of the only server outside of the pool, which is the next to join it.
-    waiting_server: u16,
+    next_joining_server: u16,
     busy_time_samples: Vec<BusyTimeSample>,
     client_addresses_per_log: u16,
     testbed: Testbed,
@@ -49,10 +49,10 @@ impl PolicyTestbed {
         for number in testbed.server_numbers() {
             paced_servers.insert(number, testbed.start_paced_server(number)?);
         }
-        let fleet_options = FleetOptions {
+        let fleet_options = TestbedFleetOptions {
             policy_name: policy.to_owned(),
-            load_source: CoreLoadSource::PacedServer,
-            makes_tables_by_interval: options.tables == TableTrigger::Interval,
+            core_load_source: CoreLoadSource::PacedServer,
+            makes_tables_per_interval: options.tables == TableTrigger::Interval,
             ..options.network.to_fleet_options()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
@@ -66,7 +66,7 @@ impl PolicyTestbed {
             load_generator: None,
             fleet,
             paced_servers,
-            waiting_server,
+            next_joining_server: waiting_server,
             busy_time_samples: Vec::new(),
             client_addresses_per_log,
             testbed,
@@ -113,11 +113,11 @@ impl PolicyTestbed {
 
     /// Adds the waiting server to the pool, or drains the server that has been in the pool longest. Fails when the
     /// controller has ended.
-    pub fn change_pool(&mut self, event: PoolEvent) -> anyhow::Result<()> {
+    pub fn change_pool(&mut self, event: PoolChangeEvent) -> anyhow::Result<()> {
         let mut pool = self.fleet.server_pool().clone();
         match event {
-            PoolEvent::Join => pool.insert(self.waiting_server, ServerAdminState::Active),
-            PoolEvent::Drain => pool.insert(self.oldest_server_in_pool(), ServerAdminState::Draining),
+            PoolChangeEvent::AddServer => pool.insert(self.next_joining_server, ServerAdminState::Active),
+            PoolChangeEvent::DrainServer => pool.insert(self.oldest_server_in_pool(), ServerAdminState::Draining),
         };
         self.fleet.set_server_pool(&self.testbed, pool)
     }
@@ -125,21 +125,21 @@ impl PolicyTestbed {
     /// Returns the number of the server that has been in the pool longest. It is the next number after that of the
     /// waiting server, because servers join in a cyclic order.
     fn oldest_server_in_pool(&self) -> u16 {
-        self.waiting_server % self.paced_servers.len() as u16 + 1
+        self.next_joining_server % self.paced_servers.len() as u16 + 1
     }
 
     /// Waits for the load generator, removes the drained server from the pool, and returns the results of this seed's
     /// run. Fails when the load generator fails or does not end in time.
-    pub fn finish_seed(&mut self, seed: u64, timeline: &PoolChangeTimeline) -> anyhow::Result<SeedMeasures> {
+    pub fn finish_seed_run(&mut self, seed: u64, timeline: &PoolChangeTimeline) -> anyhow::Result<SeedRunMeasures> {
         let mut load_generator = self.load_generator.take().context("no load generator was started")?;
-        let exit_status = load_generator.wait_for_exit(*DEFAULT_TIMEOUT)?;
+        let exit_status = load_generator.wait_for_exit(*DEFAULT_WAIT_TIMEOUT)?;
         ensure!(exit_status.success(), "the load generator of policy {} failed: {exit_status}", self.policy);
-        let report: LoadReport = serde_json::from_slice(&fs::read(self.load_report_path())?)?;
-        let seed_measures = SeedMeasures::new(seed, &std::mem::take(&mut self.busy_time_samples), timeline, report);
+        let report: LoadClientReport = serde_json::from_slice(&fs::read(self.load_report_path())?)?;
+        let seed_measures = SeedRunMeasures::new(seed, &std::mem::take(&mut self.busy_time_samples), timeline, report);
 
-        self.waiting_server = self.oldest_server_in_pool();
+        self.next_joining_server = self.oldest_server_in_pool();
         let mut pool = self.fleet.server_pool().clone();
-        pool.remove(&self.waiting_server);
+        pool.remove(&self.next_joining_server);
         self.fleet.set_server_pool(&self.testbed, pool)?;
         Ok(seed_measures)
     }

@@ -5,9 +5,9 @@ use std::path::Path;
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
-use super::samples::SeedMeasures;
+use super::samples::SeedRunMeasures;
 use super::seed_summary::MedianAndRange;
-use super::simulated::{SIMULATION_DRAW_COUNT, SimulatedVariances};
+use super::simulated::{SIMULATION_DRAW_COUNT, SimulatedLoadVariances};
 use super::timeline::{POOL_SETTLE_SECONDS, PoolChangeTimeline};
 
 /// Maximum busy share of the machine's CPU time (%) at which measured results are reliable.
@@ -16,26 +16,26 @@ const MAX_MACHINE_BUSY_PCT: f64 = 50.0;
 #[derive(Debug, Clone)]
 pub struct PolicyRuns {
     pub policy: &'static str,
-    pub seed_measures: Vec<SeedMeasures>,
+    pub seed_measures: Vec<SeedRunMeasures>,
     /// Number of forwarding tables that the controller made for this policy during the runs of all seeds.
-    pub table_count: u64,
+    pub created_table_count: u64,
 }
 
 impl PolicyRuns {
     pub fn new(policy: &'static str) -> Self {
-        Self { policy, seed_measures: Vec::new(), table_count: 0 }
+        Self { policy, seed_measures: Vec::new(), created_table_count: 0 }
     }
 
-    fn summarize_seeds(&self, value: impl Fn(&SeedMeasures) -> f64) -> MedianAndRange {
+    fn summarize_seeds(&self, value: impl Fn(&SeedRunMeasures) -> f64) -> MedianAndRange {
         MedianAndRange::from_values(&self.seed_measures.iter().map(value).collect::<Vec<_>>())
     }
 
-    pub fn core_variance_pct(&self) -> MedianAndRange {
-        self.summarize_seeds(|seed| seed.core_variance_pct)
+    pub fn core_load_variance_pct(&self) -> MedianAndRange {
+        self.summarize_seeds(|seed| seed.core_load_variance_pct)
     }
 
-    pub fn server_variance_pct(&self) -> MedianAndRange {
-        self.summarize_seeds(|seed| seed.server_variance_pct)
+    pub fn server_load_variance_pct(&self) -> MedianAndRange {
+        self.summarize_seeds(|seed| seed.server_load_variance_pct)
     }
 
     /// Returns the median latency of requests (ms), summarized over the seeds.
@@ -83,7 +83,7 @@ pub struct DemoResults {
     /// Results of each policy, in the order in which the model lists the policies.
     pub policy_runs: Vec<PolicyRuns>,
     /// Simulated variances of the same policies, in the order of `policy_runs`.
-    pub simulated_variances: Vec<SimulatedVariances>,
+    pub simulated_variances: Vec<SimulatedLoadVariances>,
     /// Per-core variance of the best possible placement (%), as the median over the seeds.
     pub noise_floor_pct: f64,
     /// Duration of each seed's run (s).
@@ -149,24 +149,28 @@ impl DemoResults {
             simulated,
             live_is_within: simulated.range_contains(live_summary.median),
         };
-        let to_json_policy = |(runs, simulated_variances): (&'_ PolicyRuns, &SimulatedVariances)| JsonPolicyResults {
-            simulated: JsonSimulatedVariances {
-                server_variance_pct: compare_variances(
-                    runs.server_variance_pct(),
-                    simulated_variances.server_variance_pct,
-                ),
-                core_variance_pct: compare_variances(runs.core_variance_pct(), simulated_variances.core_variance_pct),
-            },
-            policy: runs.policy,
-            server_variance_pct: runs.server_variance_pct().median,
-            core_variance_pct: runs.core_variance_pct().median,
-            latency_ms: JsonRequestLatency { p50: runs.latency_p50_ms().median, p99: runs.latency_p99_ms().median },
-            connections: JsonConnectionCounts {
-                opened: runs.opened_connection_count(),
-                broken: runs.broken_connection_count(),
-            },
-            table_generations: runs.table_count,
-        };
+        let to_json_policy =
+            |(runs, simulated_variances): (&'_ PolicyRuns, &SimulatedLoadVariances)| JsonPolicyResults {
+                simulated: JsonSimulatedVariances {
+                    server_variance_pct: compare_variances(
+                        runs.server_load_variance_pct(),
+                        simulated_variances.server_load_variance_pct,
+                    ),
+                    core_variance_pct: compare_variances(
+                        runs.core_load_variance_pct(),
+                        simulated_variances.core_load_variance_pct,
+                    ),
+                },
+                policy: runs.policy,
+                server_variance_pct: runs.server_load_variance_pct().median,
+                core_variance_pct: runs.core_load_variance_pct().median,
+                latency_ms: JsonRequestLatency { p50: runs.latency_p50_ms().median, p99: runs.latency_p99_ms().median },
+                connections: JsonConnectionCounts {
+                    opened: runs.opened_connection_count(),
+                    broken: runs.broken_connection_count(),
+                },
+                table_generations: runs.created_table_count,
+            };
         let Self { noise_floor_pct, run_seconds: seconds, server_count: servers, cores_per_server: cores, .. } = *self;
         let policies_json = self.policy_runs.iter().zip(&self.simulated_variances).map(to_json_policy).collect();
         Ok(serde_json::to_string_pretty(&JsonDemoResults {
@@ -181,7 +185,7 @@ impl DemoResults {
     /// Returns the results as text tables with explanations. The text shows the path of the picture in
     /// `output_directory`.
     pub fn to_text(&self, output_directory: &Path) -> String {
-        let mut lines = vec![self.build_live_table().to_string(), String::new()];
+        let mut lines = vec![self.build_live_results_table().to_string(), String::new()];
         lines.extend(self.method_notes());
         for runs in self.policy_runs.iter().filter(|runs| runs.broken_connection_count() > 0) {
             lines.push(format!("Broken under {}: {}.", runs.policy, runs.describe_broken_connections()));
@@ -269,15 +273,16 @@ impl DemoResults {
             [format!("{:.2}", live_summary.median), simulated_summary.format_table_cell(2), comparison_text.to_owned()]
         };
         for (runs, simulated_variances) in self.policy_runs.iter().zip(&self.simulated_variances) {
-            let core_cells = build_comparison_cells(runs.core_variance_pct(), simulated_variances.core_variance_pct);
+            let core_cells =
+                build_comparison_cells(runs.core_load_variance_pct(), simulated_variances.core_load_variance_pct);
             let server_cells =
-                build_comparison_cells(runs.server_variance_pct(), simulated_variances.server_variance_pct);
+                build_comparison_cells(runs.server_load_variance_pct(), simulated_variances.server_load_variance_pct);
             table.add_row([runs.policy.to_owned()].into_iter().chain(core_cells).chain(server_cells));
         }
         table
     }
 
-    fn build_live_table(&self) -> Table {
+    fn build_live_results_table(&self) -> Table {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         table.set_header([
@@ -293,13 +298,13 @@ impl DemoResults {
         for runs in &self.policy_runs {
             table.add_row([
                 runs.policy.to_owned(),
-                runs.core_variance_pct().format_table_cell(2),
-                runs.server_variance_pct().format_table_cell(2),
+                runs.core_load_variance_pct().format_table_cell(2),
+                runs.server_load_variance_pct().format_table_cell(2),
                 runs.latency_p50_ms().format_table_cell(1),
                 runs.latency_p99_ms().format_table_cell(1),
                 runs.opened_connection_count().to_string(),
                 runs.broken_connection_count().to_string(),
-                runs.table_count.to_string(),
+                runs.created_table_count.to_string(),
             ]);
         }
         for column in table.column_iter_mut().skip(1) {
@@ -309,12 +314,12 @@ impl DemoResults {
     }
 }
 
-pub fn build_simulated_table(policies: &[&str], simulated_variances: &[SimulatedVariances]) -> Table {
+pub fn build_simulated_variance_table(policies: &[&str], simulated_variances: &[SimulatedLoadVariances]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL_CONDENSED);
     table.set_header(["policy", "simulated per-core variance %", "simulated server variance %"]);
     for (policy, policy_variances) in policies.iter().zip(simulated_variances) {
-        let variance_summaries = [policy_variances.core_variance_pct, policy_variances.server_variance_pct];
+        let variance_summaries = [policy_variances.core_load_variance_pct, policy_variances.server_load_variance_pct];
         table.add_row(
             [(*policy).to_owned()].into_iter().chain(variance_summaries.map(|summary| summary.format_table_cell(2))),
         );
@@ -326,27 +331,27 @@ pub fn build_simulated_table(policies: &[&str], simulated_variances: &[Simulated
 pub(super) mod tests {
     use super::*;
     use crate::connection_errors::BrokenConnectionCounts;
-    use crate::demo::samples::VarianceWindow;
-    use crate::load::{DelayStatisticsUs, LoadReport};
+    use crate::demo::samples::LoadVarianceWindow;
+    use crate::load::{DelayStatisticsUs, LoadClientReport};
 
-    fn build_example_seed_measures(seed: u64, core_variance_pct: f64) -> SeedMeasures {
-        SeedMeasures {
+    fn build_example_seed_measures(seed: u64, core_variance_pct: f64) -> SeedRunMeasures {
+        SeedRunMeasures {
             seed,
             windows: (0..18)
-                .map(|second| VarianceWindow {
+                .map(|second| LoadVarianceWindow {
                     second_number: second,
-                    server_variance_pct: Some(0.5),
-                    core_variance_pct: Some(core_variance_pct),
+                    server_load_variance_pct: Some(0.5),
+                    core_load_variance_pct: Some(core_variance_pct),
                 })
                 .collect(),
-            server_variance_pct: 0.5,
-            core_variance_pct,
-            load_report: LoadReport {
+            server_load_variance_pct: 0.5,
+            core_load_variance_pct: core_variance_pct,
+            load_report: LoadClientReport {
                 opened: 100,
                 completed: 99,
                 broken: BrokenConnectionCounts { reset: u64::from(seed == 2), ..BrokenConnectionCounts::default() },
                 latency_us: DelayStatisticsUs { p50: 5_100, p99: 20_000, max: 30_000, mean: 6_000.0 },
-                ..LoadReport::default()
+                ..LoadClientReport::default()
             },
         }
     }
@@ -359,12 +364,12 @@ pub(super) mod tests {
                 .zip(variances)
                 .map(|(seed, variance)| build_example_seed_measures(seed, variance))
                 .collect(),
-            table_count: 540,
+            created_table_count: 540,
         };
         let build_seed_summary = |median, lowest, highest| MedianAndRange { median, lowest, highest };
-        let build_simulated_variances = |core_variance_pct| SimulatedVariances {
-            core_variance_pct,
-            server_variance_pct: build_seed_summary(0.6, 0.4, 0.7),
+        let build_simulated_variances = |core_variance_pct| SimulatedLoadVariances {
+            core_load_variance_pct: core_variance_pct,
+            server_load_variance_pct: build_seed_summary(0.6, 0.4, 0.7),
         };
         DemoResults {
             simulated_variances: vec![

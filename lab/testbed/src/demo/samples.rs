@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use coreward_model::statistics::{mean, variance_pct};
 
-use crate::load::LoadReport;
+use crate::load::LoadClientReport;
 
 use super::timeline::PoolChangeTimeline;
 
@@ -15,62 +15,67 @@ pub type BusyTimeSample = BTreeMap<u16, Vec<u64>>;
 /// Variances of the servers' and cores' work in one second of a run (see [`variance_pct`]). Only servers that are in
 /// the pool for the whole second count.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct VarianceWindow {
+pub struct LoadVarianceWindow {
     /// Number of this second, counted from the start of the run.
     pub second_number: u64,
     /// Variance, over all servers, of a server's work divided by the mean (%), or `None` if no server did any work.
-    pub server_variance_pct: Option<f64>,
+    pub server_load_variance_pct: Option<f64>,
     /// Variance, over all cores, of a core's work divided by the mean (%), or `None` if no core did any work.
-    pub core_variance_pct: Option<f64>,
+    pub core_load_variance_pct: Option<f64>,
 }
 
 /// Results of one seed's run under one policy.
 #[derive(Debug, Clone, PartialEq)]
-pub struct SeedMeasures {
+pub struct SeedRunMeasures {
     pub seed: u64,
-    pub windows: Vec<VarianceWindow>,
-    /// Mean of [`VarianceWindow::server_variance_pct`] over the counted windows of one second (%).
-    pub server_variance_pct: f64,
-    /// Mean of [`VarianceWindow::core_variance_pct`] over the counted windows of one second (%).
-    pub core_variance_pct: f64,
-    pub load_report: LoadReport,
+    pub windows: Vec<LoadVarianceWindow>,
+    /// Mean of [`LoadVarianceWindow::server_load_variance_pct`] over the counted windows of one second (%).
+    pub server_load_variance_pct: f64,
+    /// Mean of [`LoadVarianceWindow::core_load_variance_pct`] over the counted windows of one second (%).
+    pub core_load_variance_pct: f64,
+    pub load_report: LoadClientReport,
 }
 
-impl SeedMeasures {
+impl SeedRunMeasures {
     /// Computes the results from `samples`. One sample was taken at the start of each second, and one at the run's end.
-    pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &PoolChangeTimeline, load_report: LoadReport) -> Self {
+    pub fn new(
+        seed: u64,
+        samples: &[BusyTimeSample],
+        timeline: &PoolChangeTimeline,
+        load_report: LoadClientReport,
+    ) -> Self {
         let variance_windows = compute_variance_windows(samples);
-        let MeanVariances { server_variance_pct, core_variance_pct } =
-            MeanVariances::from_windows(&variance_windows, timeline);
-        Self { seed, windows: variance_windows, server_variance_pct, core_variance_pct, load_report }
+        let MeanLoadVariances { server_load_variance_pct, core_load_variance_pct } =
+            MeanLoadVariances::from_windows(&variance_windows, timeline);
+        Self { seed, windows: variance_windows, server_load_variance_pct, core_load_variance_pct, load_report }
     }
 }
 
 /// Variances during a run, as means over those windows of one second that are counted.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct MeanVariances {
-    /// Mean of [`VarianceWindow::server_variance_pct`] (%).
-    pub server_variance_pct: f64,
-    /// Mean of [`VarianceWindow::core_variance_pct`] (%).
-    pub core_variance_pct: f64,
+pub struct MeanLoadVariances {
+    /// Mean of [`LoadVarianceWindow::server_load_variance_pct`] (%).
+    pub server_load_variance_pct: f64,
+    /// Mean of [`LoadVarianceWindow::core_load_variance_pct`] (%).
+    pub core_load_variance_pct: f64,
 }
 
-impl MeanVariances {
+impl MeanLoadVariances {
     /// Computes the mean variances over those windows that `timeline` counts.
-    pub fn from_windows(windows: &[VarianceWindow], timeline: &PoolChangeTimeline) -> Self {
-        let mean_over_counted_windows = |value: fn(&VarianceWindow) -> Option<f64>| {
+    pub fn from_windows(windows: &[LoadVarianceWindow], timeline: &PoolChangeTimeline) -> Self {
+        let mean_over_counted_windows = |value: fn(&LoadVarianceWindow) -> Option<f64>| {
             let counted_values = windows.iter().filter(|window| timeline.is_second_counted(window.second_number));
             mean(&counted_values.filter_map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
         };
         Self {
-            server_variance_pct: mean_over_counted_windows(|window| window.server_variance_pct),
-            core_variance_pct: mean_over_counted_windows(|window| window.core_variance_pct),
+            server_load_variance_pct: mean_over_counted_windows(|window| window.server_load_variance_pct),
+            core_load_variance_pct: mean_over_counted_windows(|window| window.core_load_variance_pct),
         }
     }
 }
 
 /// Returns one window with the variances of the work for each pair of consecutive samples.
-pub fn compute_variance_windows(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
+pub fn compute_variance_windows(samples: &[BusyTimeSample]) -> Vec<LoadVarianceWindow> {
     (0..)
         .zip(samples.windows(2))
         .map(|(second, sample_pair)| compute_variance_window(second, &sample_pair[0], &sample_pair[1]))
@@ -81,7 +86,7 @@ fn compute_variance_window(
     second: u64,
     sample_before: &BusyTimeSample,
     sample_after: &BusyTimeSample,
-) -> VarianceWindow {
+) -> LoadVarianceWindow {
     let core_work_ns = |(number, busy_ns_after): (&u16, &Vec<u64>)| -> Option<Vec<f64>> {
         let busy_ns_before = sample_before.get(number)?;
         Some(
@@ -94,10 +99,10 @@ fn compute_variance_window(
     };
     let core_work_by_server: Vec<Vec<f64>> = sample_after.iter().filter_map(core_work_ns).collect();
     let server_work: Vec<f64> = core_work_by_server.iter().map(|cores| cores.iter().sum()).collect();
-    VarianceWindow {
+    LoadVarianceWindow {
         second_number: second,
-        server_variance_pct: variance_pct(&server_work),
-        core_variance_pct: variance_pct(&core_work_by_server.concat()),
+        server_load_variance_pct: variance_pct(&server_work),
+        core_load_variance_pct: variance_pct(&core_work_by_server.concat()),
     }
 }
 
@@ -113,7 +118,11 @@ mod tests {
         // The cores served 1, 3, 1 and 3, which is 0.5 or 1.5 times the mean. The servers served 4 and 4.
         assert_eq!(
             window,
-            VarianceWindow { second_number: 7, server_variance_pct: Some(0.0), core_variance_pct: Some(25.0) }
+            LoadVarianceWindow {
+                second_number: 7,
+                server_load_variance_pct: Some(0.0),
+                core_load_variance_pct: Some(25.0)
+            }
         );
     }
 
@@ -129,8 +138,8 @@ mod tests {
                 vec![last_busy_times[0] + busy_time_growth[0], last_busy_times[1] + busy_time_growth[1]],
             )]));
         }
-        let measures = SeedMeasures::new(1, &samples, &timeline, LoadReport::default());
-        assert_eq!((measures.core_variance_pct, measures.server_variance_pct), (25.0, 0.0));
+        let measures = SeedRunMeasures::new(1, &samples, &timeline, LoadClientReport::default());
+        assert_eq!((measures.core_load_variance_pct, measures.server_load_variance_pct), (25.0, 0.0));
         assert_eq!(measures.windows.len(), 18);
     }
 }

@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use coreward_model::arrivals::ArrivalLog;
 use coreward_model::policy;
-use coreward_model::replay::{PoolChange, ReplayReportPhase, ReplaySettings, replay_for_busy_times};
+use coreward_model::replay::{ArrivalReplaySettings, ReplayPoolChange, ReplayReportPhase, replay_for_busy_times};
 use coreward_model::statistics::median;
 
 use super::options::DemoOptions;
-use super::samples::{BusyTimeSample, MeanVariances, compute_variance_windows};
+use super::samples::{BusyTimeSample, MeanLoadVariances, compute_variance_windows};
 use super::seed_summary::MedianAndRange;
-use super::timeline::{PoolChangeTimeline, PoolEvent};
+use super::timeline::{PoolChangeEvent, PoolChangeTimeline};
 
 /// Number of draws, which are simulations that differ only in their random numbers. If the simulator is correct, the
 /// median of the live run is outside the draws' range once in 10 times. Each of the 20 values is then equally likely to
@@ -23,10 +23,10 @@ use super::timeline::{PoolChangeTimeline, PoolEvent};
 pub const SIMULATION_DRAW_COUNT: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct SimulatedVariances {
+pub struct SimulatedLoadVariances {
     /// Per-core variance (%). Each draw yields the median over the seeds, and this is the summary over the draws.
-    pub core_variance_pct: MedianAndRange,
-    pub server_variance_pct: MedianAndRange,
+    pub core_load_variance_pct: MedianAndRange,
+    pub server_load_variance_pct: MedianAndRange,
 }
 
 /// Simulates the arrival logs under each policy, on all CPUs. Returns the results in the order of `policies`.
@@ -35,40 +35,40 @@ pub fn simulate_policies(
     policies: &[&'static str],
     logs: &[&ArrivalLog],
     timeline: &PoolChangeTimeline,
-) -> Vec<SimulatedVariances> {
+) -> Vec<SimulatedLoadVariances> {
     let policy_draws: Vec<(&str, usize)> =
         policies.iter().flat_map(|policy| (0..SIMULATION_DRAW_COUNT).map(move |draw| (*policy, draw))).collect();
     let draw_medians = map_in_parallel(&policy_draws, |(policy, draw)| {
-        simulate_draw(options, policy, *draw as u64 + 1, logs, timeline)
+        simulate_logs_for_draw(options, policy, *draw as u64 + 1, logs, timeline)
     });
-    let summarize_draws = |draws: &[MeanVariances], value: fn(&MeanVariances) -> f64| {
+    let summarize_draws = |draws: &[MeanLoadVariances], value: fn(&MeanLoadVariances) -> f64| {
         MedianAndRange::from_values(&draws.iter().map(value).collect::<Vec<_>>())
     };
-    let summarize_policy_variances = |draws: &[MeanVariances]| SimulatedVariances {
-        core_variance_pct: summarize_draws(draws, |draw| draw.core_variance_pct),
-        server_variance_pct: summarize_draws(draws, |draw| draw.server_variance_pct),
+    let summarize_policy_variances = |draws: &[MeanLoadVariances]| SimulatedLoadVariances {
+        core_load_variance_pct: summarize_draws(draws, |draw| draw.core_load_variance_pct),
+        server_load_variance_pct: summarize_draws(draws, |draw| draw.server_load_variance_pct),
     };
     draw_medians.chunks(SIMULATION_DRAW_COUNT).map(summarize_policy_variances).collect()
 }
 
 /// Simulates one draw, in which all logs are replayed on the same fleet, as in the live run. Returns the medians of the
 /// variances over the logs.
-fn simulate_draw(
+fn simulate_logs_for_draw(
     options: &DemoOptions,
     policy: &str,
     draw: u64,
     logs: &[&ArrivalLog],
     timeline: &PoolChangeTimeline,
-) -> MeanVariances {
+) -> MeanLoadVariances {
     let mean_variances_of_log = |(log_index, log): (usize, &&ArrivalLog)| {
         let report_phase = ReplayReportPhase::Random;
         let server_count = options.servers + 1;
-        let replay_settings = ReplaySettings {
+        let replay_settings = ArrivalReplaySettings {
             server_count,
             cores_per_server: options.cores,
             seed: draw,
             report_phase,
-            ..ReplaySettings::default()
+            ..ArrivalReplaySettings::default()
         };
         let pool_changes = plan_pool_changes(options.servers, log_index as u16, timeline);
         let mut policy = policy::create_policy_by_name(policy, draw).expect("the demo has run it");
@@ -77,36 +77,41 @@ fn simulate_draw(
             .zip(&core_busy_ns)
             .map(|(second, busy_ns)| build_busy_time_sample(busy_ns, options.cores, &pool_changes, second))
             .collect();
-        MeanVariances::from_windows(&compute_variance_windows(&samples), timeline)
+        MeanLoadVariances::from_windows(&compute_variance_windows(&samples), timeline)
     };
-    let log_variances: Vec<MeanVariances> = logs.iter().enumerate().map(mean_variances_of_log).collect();
-    let median_over_logs = |value: fn(&MeanVariances) -> f64| {
+    let log_variances: Vec<MeanLoadVariances> = logs.iter().enumerate().map(mean_variances_of_log).collect();
+    let median_over_logs = |value: fn(&MeanLoadVariances) -> f64| {
         median(&log_variances.iter().map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
     };
-    MeanVariances {
-        core_variance_pct: median_over_logs(|run| run.core_variance_pct),
-        server_variance_pct: median_over_logs(|run| run.server_variance_pct),
+    MeanLoadVariances {
+        core_load_variance_pct: median_over_logs(|run| run.core_load_variance_pct),
+        server_load_variance_pct: median_over_logs(|run| run.server_load_variance_pct),
     }
 }
 
 /// Returns the pool's changes while the arrival log at index `log_index` is replayed. Servers join in a cyclic order,
 /// and the server that has been in the pool longest drains.
-fn plan_pool_changes(servers: u16, log_index: u16, timeline: &PoolChangeTimeline) -> Vec<PoolChange> {
+fn plan_pool_changes(servers: u16, log_index: u16, timeline: &PoolChangeTimeline) -> Vec<ReplayPoolChange> {
     let waiting_server = (servers + log_index) % (servers + 1);
-    let mut pool_changes = vec![PoolChange { time_us: 0, server_index: waiting_server, is_eligible: false }];
+    let mut pool_changes = vec![ReplayPoolChange { time_us: 0, server_index: waiting_server, is_eligible: false }];
     pool_changes.extend(timeline.pool_changes().map(|(second, event)| {
         let (server, eligible) = match event {
-            PoolEvent::Join => (waiting_server, true),
-            PoolEvent::Drain => ((waiting_server + 1) % (servers + 1), false),
+            PoolChangeEvent::AddServer => (waiting_server, true),
+            PoolChangeEvent::DrainServer => ((waiting_server + 1) % (servers + 1), false),
         };
-        PoolChange { time_us: second * 1_000_000, server_index: server, is_eligible: eligible }
+        ReplayPoolChange { time_us: second * 1_000_000, server_index: server, is_eligible: eligible }
     }));
     pool_changes
 }
 
 /// Returns the busy times of all cores in the pool at the start of `second`, before any pool change at that moment.
-fn build_busy_time_sample(core_busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> BusyTimeSample {
-    let is_made_before = |change: &&PoolChange| change.time_us == 0 || change.time_us < second * 1_000_000;
+fn build_busy_time_sample(
+    core_busy_ns: &[u64],
+    cores: u16,
+    changes: &[ReplayPoolChange],
+    second: u64,
+) -> BusyTimeSample {
+    let is_made_before = |change: &&ReplayPoolChange| change.time_us == 0 || change.time_us < second * 1_000_000;
     let is_eligible = |server: u16| {
         changes
             .iter()
@@ -145,7 +150,7 @@ mod tests {
     #[test]
     fn simulated_servers_join_and_drain_as_in_the_live_run() {
         let timeline = PoolChangeTimeline::new(18);
-        let build_pool_change = |second: u64, server, eligible| PoolChange {
+        let build_pool_change = |second: u64, server, eligible| ReplayPoolChange {
             time_us: second * 1_000_000,
             server_index: server,
             is_eligible: eligible,

@@ -6,19 +6,19 @@ pub const POOL_SETTLE_SECONDS: u64 = 5;
 pub const MIN_RUN_SECONDS: u64 = 3 * (POOL_SETTLE_SECONDS + 1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PoolEvent {
+pub enum PoolChangeEvent {
     /// The server that waits outside of the pool joins it.
-    Join,
+    AddServer,
     /// The server that has been in the pool longest is drained.
-    Drain,
+    DrainServer,
 }
 
-impl PoolEvent {
+impl PoolChangeEvent {
     /// Returns the verb for the server's action, such as "joins".
     pub fn action_verb(self) -> &'static str {
         match self {
-            Self::Join => "joins",
-            Self::Drain => "drains",
+            Self::AddServer => "joins",
+            Self::DrainServer => "drains",
         }
     }
 }
@@ -40,12 +40,12 @@ impl PoolChangeTimeline {
         self.run_seconds
     }
 
-    pub fn pool_changes(&self) -> [(u64, PoolEvent); 2] {
-        [(self.run_seconds / 3, PoolEvent::Join), (self.run_seconds * 2 / 3, PoolEvent::Drain)]
+    pub fn pool_changes(&self) -> [(u64, PoolChangeEvent); 2] {
+        [(self.run_seconds / 3, PoolChangeEvent::AddServer), (self.run_seconds * 2 / 3, PoolChangeEvent::DrainServer)]
     }
 
     /// Returns the pool change at the start of a second of the run, if any.
-    pub fn pool_change_at(&self, second: u64) -> Option<PoolEvent> {
+    pub fn pool_change_at(&self, second: u64) -> Option<PoolChangeEvent> {
         self.pool_changes().into_iter().find(|(change_second, _)| *change_second == second).map(|(_, event)| event)
     }
 
@@ -68,7 +68,7 @@ mod tests {
         assert_eq!(counted_seconds, expected_seconds);
         assert_eq!(
             (timeline.pool_change_at(12), timeline.pool_change_at(25)),
-            (Some(PoolEvent::Join), Some(PoolEvent::Drain))
+            (Some(PoolChangeEvent::AddServer), Some(PoolChangeEvent::DrainServer))
         );
         assert_eq!(timeline.pool_change_at(13), None);
     }

@@ -14,14 +14,14 @@ use coreward_sim::figure::live::{LiveFigureSample, ProgressCallback};
 use coreward_sim::figure::scenario::FigureScenario;
 use coreward_sim::rpc::{CoreSelectionPolicy, RpcSimulationConfig};
 
-use super::build_real_time_command;
+use super::build_real_time_priority_command;
 use super::orchestrator::{FigureRequestKind, RunningOrchestrator};
 use super::points::{self, find_measurement, measurement_key};
-use super::requests::{LoadMeasurement, RequestLoad, raise_open_file_limit};
+use super::requests::{RequestLoad, RequestLoadMeasurement, raise_open_file_limit};
 use super::server_figure::ServerFigureEnv;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::lab_binary_path;
-use crate::process::DEFAULT_TIMEOUT;
+use crate::process::DEFAULT_WAIT_TIMEOUT;
 use crate::topology::{Testbed, find_missing_privilege};
 
 /// Load that each burst adds, as a fraction of the capacity of all cores.
@@ -33,10 +33,10 @@ const BURST_INTERVAL_NS: u64 = 1_000_000_000;
 const BURST_FLOW_COUNT: u16 = 64;
 const BURST_FIRST_PORT: u16 = 40_000;
 const BATCH_SERVICE_INDEX: usize = 1;
-const STOP_POLL_INTERVAL: Duration = Duration::from_millis(5);
+const BURST_STOP_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 struct CoresFigureRun {
-    short_requests: LoadMeasurement,
+    short_request_measurement: RequestLoadMeasurement,
     /// Share of all cores' time that the batch service used (%).
     batch_cpu_pct: f64,
 }
@@ -72,11 +72,11 @@ pub fn measure_cores_figure(
         runs_by_key.insert(measurement_key(config), run);
         progress(runs_by_key.len(), configs.len());
     }
-    points::compute_samples(scenario, &run_plan, |plot_point, job| {
+    points::compute_figure_samples(scenario, &run_plan, |plot_point, job| {
         let run = find_measurement(&runs_by_key, as_rpc_config(job).context("expected [rpc]")?)?;
         match plot_point.query.metric {
             FigureMetric::BatchPct => Ok(run.batch_cpu_pct),
-            metric => run.short_requests.metric_value(metric),
+            metric => run.short_request_measurement.metric_value(metric),
         }
     })
 }
@@ -91,7 +91,7 @@ fn measure_cores_run(
     unit_us: f64,
     seconds: f64,
 ) -> anyhow::Result<CoresFigureRun> {
-    let RpcSimulationConfig { policy, service, offered_load: load, cores, seed, .. } = config;
+    let RpcSimulationConfig { policy, service_times: service, offered_load: load, cores, seed, .. } = config;
     let CoreSelectionPolicy::RankedQueue(options) = policy else { bail!("policy {policy}: expected jbsrq") };
     let batch_service_time = service.class_service_times().get(BATCH_SERVICE_INDEX).copied();
     let batch_service_time = batch_service_time
@@ -106,8 +106,8 @@ fn measure_cores_run(
     )?;
     let requests_per_second = |load: f64| load * f64::from(*cores) / (unit_us / 1e6);
     let request_load = RequestLoad {
-        service: service.clone(),
-        mix: None,
+        service_times: service.clone(),
+        request_mix: None,
         unit_us,
         rate_rps: requests_per_second(*load),
         duration_s: seconds,
@@ -117,31 +117,31 @@ fn measure_cores_run(
         RequestLoad { rate_rps: requests_per_second(BURST_LOAD), duration_s: BURST_SECONDS, ..request_load.clone() };
     let stop_flag = AtomicBool::new(false);
     let (batch_result, burst_result) = std::thread::scope(|scope| {
-        let burst_thread = scope.spawn(|| send_bursts(testbed, &burst_load, &stop_flag));
-        let batch_result = measure_during_batch(&orchestrator, *cores, || request_load.send_and_measure(testbed));
+        let burst_thread = scope.spawn(|| send_request_bursts(testbed, &burst_load, &stop_flag));
+        let batch_result = measure_with_batch_service(&orchestrator, *cores, || request_load.send_and_measure(testbed));
         stop_flag.store(true, Relaxed);
         (batch_result, burst_thread.join().expect("the thread of bursts"))
     });
     burst_result?;
     let (measurement, batch_pct) = batch_result?;
-    orchestrator.stop()?;
-    let (sent_count, lost_count) = measurement.sent_and_lost_counts();
+    orchestrator.stop_and_count_requests()?;
+    let (sent_count, lost_count) = measurement.sent_and_lost_request_counts();
     ensure!(lost_count == 0, "{policy} at a load of {load}: {lost_count} of {sent_count} requests were lost");
     let short_request_p99 = measurement.metric_value(FigureMetric::ShortP99)?;
     eprintln!(
         "run {seed}, {policy}, load {load}: p99 {short_request_p99:.2} ({sent_count}), batch {batch_pct:.1} % of the \
          cores"
     );
-    Ok(CoresFigureRun { short_requests: measurement, batch_cpu_pct: batch_pct })
+    Ok(CoresFigureRun { short_request_measurement: measurement, batch_cpu_pct: batch_pct })
 }
 
 /// Calls `send` while the batch service runs. Returns the measurement of `send`, and the share of all cores' time that
 /// the batch service used meanwhile (%).
-fn measure_during_batch(
+fn measure_with_batch_service(
     orchestrator: &RunningOrchestrator,
     cores: u16,
-    send: impl FnOnce() -> anyhow::Result<LoadMeasurement>,
-) -> anyhow::Result<(LoadMeasurement, f64)> {
+    send: impl FnOnce() -> anyhow::Result<RequestLoadMeasurement>,
+) -> anyhow::Result<(RequestLoadMeasurement, f64)> {
     let (begin_ns, busy_before_ns) = (now_ns(), orchestrator.service_busy_ns(BATCH_SERVICE_INDEX)?);
     let measurement = send()?;
     let (end_ns, busy_after_ns) = (now_ns(), orchestrator.service_busy_ns(BATCH_SERVICE_INDEX)?);
@@ -150,24 +150,24 @@ fn measure_during_batch(
 }
 
 /// Sends a burst of requests once per [`BURST_INTERVAL_NS`] until `stop_flag` is set. Each burst has its own seed.
-fn send_bursts(testbed: &Testbed, burst_load: &RequestLoad, stop_flag: &AtomicBool) -> anyhow::Result<()> {
+fn send_request_bursts(testbed: &Testbed, burst_load: &RequestLoad, stop_flag: &AtomicBool) -> anyhow::Result<()> {
     let mut next_burst_ns = now_ns() + BURST_INTERVAL_NS;
     for burst_number in 1.. {
         while now_ns() < next_burst_ns {
             if stop_flag.load(Relaxed) {
                 return Ok(());
             }
-            std::thread::sleep(STOP_POLL_INTERVAL);
+            std::thread::sleep(BURST_STOP_POLL_INTERVAL);
         }
         next_burst_ns += BURST_INTERVAL_NS;
-        let mut command = build_real_time_command(lab_binary_path()?);
-        command.args(["load", &SERVICE_ADDRESS.to_string(), "--service", &burst_load.service.to_string()]);
+        let mut command = build_real_time_priority_command(lab_binary_path()?);
+        command.args(["load", &SERVICE_ADDRESS.to_string(), "--service", &burst_load.service_times.to_string()]);
         command.args(["--multiplier", &burst_load.unit_us.to_string(), "--rate", &burst_load.rate_rps.to_string()]);
         command.args(["--seconds", &burst_load.duration_s.to_string(), "--warm-up", "0"]);
         command.args(["--flows", &BURST_FLOW_COUNT.to_string(), "--first-port", &BURST_FIRST_PORT.to_string()]);
         command.args(["--seed", &(burst_load.seed * 1000 + burst_number).to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
-        let exit_status = testbed.spawn(testbed.client(), command)?.wait_for_exit(*DEFAULT_TIMEOUT)?;
+        let exit_status = testbed.spawn(testbed.client(), command)?.wait_for_exit(*DEFAULT_WAIT_TIMEOUT)?;
         ensure!(exit_status.success(), "coreward-lab load of a burst failed: {exit_status}");
     }
     Ok(())

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::coreward_binary_path;
-use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
+use crate::process::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 /// Running `coreward dispatch` process for one service on one server. Dropping this value detaches the BPF program.
@@ -29,7 +29,7 @@ pub struct RunningDispatcher<'a> {
 /// Returns the configuration (docs/dispatch.md) with which `coreward dispatch` applies the simulator's `policy` to a
 /// key-value service. Requests of class K have the type WORKK. `unit_us` is the unit of service times (us). Fails when
 /// `coreward dispatch` has no such policy.
-pub fn key_value_service_config(
+pub fn build_key_value_service_config(
     policy: &CoreSelectionPolicy,
     service: &ServiceTimeDistribution,
     unit_us: f64,
@@ -44,7 +44,8 @@ pub fn key_value_service_config(
     };
     let mut text = format!("listen = \"{SERVICE_ADDRESS}\"\npolicy = \"{policy_name}\"\n");
     if let CoreSelectionPolicy::ClassBoundedQueue(options) = policy {
-        let core_limits = (options.reserved_cores, options.request_bound, options.reserved_bound);
+        let core_limits =
+            (options.reserved_core_count, options.outstanding_request_bound, options.reserved_core_request_bound);
         writeln!(text, "reserved = {}\nbound = {}\nreserved_bound = {}", core_limits.0, core_limits.1, core_limits.2)?;
     }
     writeln!(text, "request_id = {{ offset = {REQUEST_ID_OFFSET}, bytes = 4 }}")?;
@@ -73,7 +74,7 @@ impl<'a> RunningDispatcher<'a> {
         command.stdout(log.try_clone()?).stderr(log);
         let dispatch_daemon = testbed.spawn(testbed.server(server)?, command)?;
         let mut dispatcher = Self { testbed, server_number: server, pin_directory, dispatch_daemon };
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         loop {
             let known_worker_count = dispatcher.query_workers().map(|workers| workers.len()).unwrap_or(0);
             if known_worker_count == usize::from(worker_count) {
@@ -109,14 +110,14 @@ impl<'a> RunningDispatcher<'a> {
     }
 
     /// Returns the number of requests that were dispatched so far. Fails when the status cannot be queried.
-    pub fn query_dispatched_count(&self) -> anyhow::Result<u64> {
+    pub fn query_dispatched_request_count(&self) -> anyhow::Result<u64> {
         self.query_workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
     }
 
     /// Stops the daemon and detaches its BPF program, after which the kernel selects workers again. Fails when either
     /// step fails.
     pub fn stop(mut self) -> anyhow::Result<()> {
-        let exit_status = self.dispatch_daemon.terminate(*DEFAULT_TIMEOUT)?;
+        let exit_status = self.dispatch_daemon.terminate(*DEFAULT_WAIT_TIMEOUT)?;
         ensure!(exit_status.success(), "coreward dispatch ended with {exit_status}");
         self.run_dispatch_command(&["--detach"]).map(drop)
     }

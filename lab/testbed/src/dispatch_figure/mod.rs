@@ -28,7 +28,7 @@ pub fn interrupt_measurement() {
 }
 
 /// Returns a command that runs `program` with real-time priority, as if it had a separate machine or more CPUs.
-fn build_real_time_command(program: PathBuf) -> Command {
+fn build_real_time_priority_command(program: PathBuf) -> Command {
     let mut command = Command::new("chrt");
     command.args(["--fifo", "1"]).arg(program);
     command

@@ -9,16 +9,16 @@ use anyhow::{Context as _, ensure};
 use coreward_load::key_value::{MAX_DATAGRAM_BYTES, REQUEST_TYPE_OFFSET};
 use coreward_load::request_type::RequestType;
 use coreward_load::workload::RequestMix;
-use coreward_model::dispatch::{EligibilityRule, RankRule};
+use coreward_model::dispatch::{CoreRankRule, DispatchEligibilityRule};
 use coreward_sim::rpc::{JbsrqOptions, RpcSimulationConfig};
 use serde_json::Value;
 
-use super::build_real_time_command;
-use super::requests::INITIAL_KEY_COUNT;
+use super::build_real_time_priority_command;
+use super::requests::INITIAL_STORED_KEY_COUNT;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::core_load_file::read_core_load_file;
 use crate::fleet::{coreward_binary_path, lab_binary_path};
-use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
+use crate::process::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 /// Length of each value in the database (bytes). A core answers with one datagram, which can hold 46 values of this
@@ -29,8 +29,8 @@ const DATABASE_VALUE_BYTES: u16 = 10;
 /// kills both processes.
 #[derive(Debug)]
 pub struct RunningOrchestrator {
-    server: TestbedProcess,
-    daemon: TestbedProcess,
+    server_process: TestbedProcess,
+    daemon_process: TestbedProcess,
     core_load_file_path: PathBuf,
 }
 
@@ -57,13 +57,13 @@ pub fn build_orchestrate_config(
     latency_us: u64,
 ) -> anyhow::Result<String> {
     let policy = match options.rank_rule {
-        RankRule::Ranked => "jbsrq",
-        RankRule::Global => "global-jbsq",
-        RankRule::PerService => "per-service-jbsq",
+        CoreRankRule::Ranked => "jbsrq",
+        CoreRankRule::Global => "global-jbsq",
+        CoreRankRule::PerService => "per-service-jbsq",
     };
-    let scheduler = match options.scheduler {
-        EligibilityRule::FirstEligible => "feo",
-        EligibilityRule::Pifo => "pifo",
+    let scheduler = match options.eligibility_rule {
+        DispatchEligibilityRule::FirstEligible => "feo",
+        DispatchEligibilityRule::Pifo => "pifo",
     };
     let (cores, depth) = (config.cores, options.queue_depth);
     let mut text = format!(
@@ -71,9 +71,9 @@ pub fn build_orchestrate_config(
          scheduler = \"{scheduler}\"\nsleep = \"{latency_us}us\"\nwaiting = 16384\n\
          payload = {MAX_DATAGRAM_BYTES}\nstall_after = \"10s\"\n"
     );
-    let services = options.priorities.service_count(config.service.class_service_times().len() as u8);
+    let services = options.priorities.service_count(config.service_times.class_service_times().len() as u8);
     for service in 0..services {
-        let (priority, lambda) = (service, options.lambda.get());
+        let (priority, lambda) = (service, options.lower_priority_weight.get());
         writeln!(text, "[[service]]\nlisten = \"{SERVICE_ADDRESS}\"\npriority = {priority}\nlambda = {lambda:?}")?;
         // The last service gets all requests that match no other service.
         if service + 1 < services {
@@ -110,22 +110,22 @@ impl RunningOrchestrator {
             // Remove the files of an earlier orchestrator, if any.
             let _ = fs::remove_file(old_file);
         }
-        let latency_us = units_to_us(config.interface_latency, unit_us);
+        let latency_us = time_units_to_us(config.interface_latency, unit_us);
         fs::write(&config_path, build_orchestrate_config(config, options, workload, &memory_path, latency_us)?)?;
         let log = File::create(build_file_path("orchestrate.log"))?;
         let namespace = testbed.server(1)?;
-        let mut command = build_real_time_command(coreward_binary_path()?);
+        let mut command = build_real_time_priority_command(coreward_binary_path()?);
         command.args(["orchestrate", "--config"]).arg(&config_path);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log.try_clone()?);
         let mut daemon = testbed.spawn(namespace, command)?;
         daemon.wait_for_file("coreward orchestrate", &memory_path)?;
 
-        let mut command = build_real_time_command(lab_binary_path()?);
+        let mut command = build_real_time_priority_command(lab_binary_path()?);
         command.args(["testbed", "orchestrated-server"]).args(build_server_arguments(config, options, unit_us));
         match workload {
             FigureRequestKind::ServiceTimeOnly => (),
             FigureRequestKind::ServiceTimeWithBatch(time) => {
-                _ = command.arg(format!("--batch-us={}", units_to_us(time, unit_us)))
+                _ = command.arg(format!("--batch-us={}", time_units_to_us(time, unit_us)))
             }
             FigureRequestKind::RocksDb(_) => _ = command.arg("--rocksdb").arg(build_file_path("rocksdb")),
         }
@@ -133,7 +133,7 @@ impl RunningOrchestrator {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut server = testbed.spawn(namespace, command)?;
         server.wait_for_file("the server of the cores", &core_load_file_path)?;
-        Ok(Self { server, daemon, core_load_file_path })
+        Ok(Self { server_process: server, daemon_process: daemon, core_load_file_path })
     }
 
     /// Returns the total time that all cores have spent on a service (ns). Fails when the core load file cannot be
@@ -147,14 +147,14 @@ impl RunningOrchestrator {
 
     /// Stops orchestrator and server process. Returns the number of requests that the cores completed. Fails when
     /// requests were dropped, rejected or lost, when a worker stalled, or when one of the two processes does not end.
-    pub fn stop(mut self) -> anyhow::Result<u64> {
+    pub fn stop_and_count_requests(mut self) -> anyhow::Result<u64> {
         for (name, process) in
-            [("the server of the cores", &mut self.server), ("coreward orchestrate", &mut self.daemon)]
+            [("the server of the cores", &mut self.server_process), ("coreward orchestrate", &mut self.daemon_process)]
         {
-            let status = process.terminate(*DEFAULT_TIMEOUT)?;
+            let status = process.terminate(*DEFAULT_WAIT_TIMEOUT)?;
             ensure!(status.success(), "{name} ended with {status}");
         }
-        let output = self.daemon.child().stdout.take().context("stdout")?;
+        let output = self.daemon_process.child().stdout.take().context("stdout")?;
         let report: Value = serde_json::from_reader(output).context("the report of coreward orchestrate")?;
         let services = report["services"].as_array().context("a report without services")?;
         let sum_over_services =
@@ -165,7 +165,7 @@ impl RunningOrchestrator {
     }
 }
 
-fn units_to_us(time_in_units: f64, unit_us: f64) -> u64 {
+fn time_units_to_us(time_in_units: f64, unit_us: f64) -> u64 {
     (time_in_units * unit_us).round().max(1.0) as u64
 }
 
@@ -174,15 +174,15 @@ fn build_server_arguments(config: &RpcSimulationConfig, options: &JbsrqOptions, 
     let cores: Vec<String> = (0..options.serving_core_count(config.cores)).map(|core| core.to_string()).collect();
     vec![
         "--paced".to_owned(),
-        format!("--keys={INITIAL_KEY_COUNT}"),
+        format!("--keys={INITIAL_STORED_KEY_COUNT}"),
         format!("--value-bytes={DATABASE_VALUE_BYTES}"),
         format!("--cores={}", cores.join(",")),
-        format!("--quantum-us={}", units_to_us(options.quantum, unit_us)),
-        format!("--sleep-us={}", units_to_us(config.interface_latency, unit_us)),
-        format!("--switch-us={}", (options.switch_cost * unit_us).round()),
+        format!("--quantum-us={}", time_units_to_us(options.preemption_quantum, unit_us)),
+        format!("--sleep-us={}", time_units_to_us(config.interface_latency, unit_us)),
+        format!("--switch-us={}", (options.service_switch_time * unit_us).round()),
         format!("--assignment={}", options.core_assignment_mode),
         format!("--reserved={}", options.reserved_cores),
-        format!("--epoch-us={}", units_to_us(options.monitor_interval, unit_us)),
+        format!("--epoch-us={}", time_units_to_us(options.load_monitor_interval, unit_us)),
     ]
 }
 
@@ -195,7 +195,7 @@ mod tests {
     fn build_policy_orchestrate_config(policy: &str, service: &str) -> String {
         let config = RpcSimulationConfig {
             policy: policy.parse().unwrap(),
-            service: service.parse().unwrap(),
+            service_times: service.parse().unwrap(),
             cores: 3,
             ..RpcSimulationConfig::default()
         };
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn simulated_policies_have_a_configuration() {
+    fn every_simulated_policy_has_orchestrator_configuration() {
         let leading_lines = "memory = \"/run/cores\"\ncores = 3\n";
         let common_lines = "sleep = \"220us\"\nwaiting = 16384\npayload = 1472\nstall_after = \"10s\"\n";
         let first_service = "[[service]]\nlisten = \"10.200.0.1:80\"\npriority = 0\n";

@@ -9,17 +9,17 @@ use coreward_sim::figure::live::{LiveFigureSample, ProgressCallback};
 use coreward_sim::figure::scenario::FigureScenario;
 use coreward_sim::path;
 
-use super::dispatcher::{RunningDispatcher, key_value_service_config};
+use super::dispatcher::{RunningDispatcher, build_key_value_service_config};
 use super::points::{self, find_measurement, measurement_key};
-use super::requests::{LoadMeasurement, RequestLoad, raise_open_file_limit};
+use super::requests::{RequestLoad, RequestLoadMeasurement, raise_open_file_limit};
 use crate::addresses::SERVICE_ADDRESS;
-use crate::fleet::{CoreLoadSource, Fleet, FleetOptions};
+use crate::fleet::{CoreLoadSource, Fleet, TestbedFleetOptions};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, TestbedOptions, find_missing_privilege};
 
 /// Size of the receive buffer of each worker's socket (bytes), in the form of a command argument.
-const RECEIVE_BUFFER_BYTES: &str = "16000000";
+const WORKER_RECEIVE_BUFFER_BYTES: &str = "16000000";
 
 /// Measures every series of `scenario`, which has the parameters of `coreward-lab sim path`. It has one request per
 /// connection, because the load balancer places each datagram separately. Fails without root, with unsupported metrics,
@@ -41,11 +41,11 @@ pub fn measure_path_figure(
     // Sort by run first, so that disturbances of the machine affect all series alike, and then by policy to save
     // restarts.
     configs.sort_by_key(|config| (config.seeds.clone(), config.policies.clone()));
-    let mut measurements_by_key: HashMap<String, LoadMeasurement> = HashMap::new();
+    let mut measurements_by_key: HashMap<String, RequestLoadMeasurement> = HashMap::new();
     progress(0, configs.len());
     let Some(first_config) = configs.first() else { return Ok(Vec::new()) };
     let has_same_fleet = |config: &&&path::PathSimulationConfig| {
-        (config.servers, config.cores_per_server) == (first_config.servers, first_config.cores_per_server)
+        (config.server_count, config.cores_per_server) == (first_config.server_count, first_config.cores_per_server)
     };
     ensure!(
         configs.iter().all(|config| has_same_fleet(&config)),
@@ -59,7 +59,7 @@ pub fn measure_path_figure(
             progress(measurements_by_key.len(), configs.len());
         }
     }
-    points::compute_samples(scenario, &run_plan, |plot_point, job| match job {
+    points::compute_figure_samples(scenario, &run_plan, |plot_point, job| match job {
         SimulationJob::Path(config) => {
             find_measurement(&measurements_by_key, config)?.metric_value(plot_point.query.metric)
         }
@@ -81,7 +81,7 @@ struct PathFigureEnv {
 impl PathFigureEnv {
     fn start(config: &path::PathSimulationConfig) -> anyhow::Result<Self> {
         let instance = instance::unique_testbed_name("pathfigure")?;
-        let (servers, cores) = (config.servers, config.cores_per_server);
+        let (servers, cores) = (config.server_count, config.cores_per_server);
         let testbed = Testbed::create(TestbedOptions {
             instance_name: instance,
             server_count: servers,
@@ -89,7 +89,7 @@ impl PathFigureEnv {
             ..TestbedOptions::default()
         })?;
         let worker_count = cores.to_string();
-        let options = ["--workers", &worker_count, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
+        let options = ["--workers", &worker_count, "--paced", "--receive-buffer", WORKER_RECEIVE_BUFFER_BYTES];
         let server_numbers = testbed.server_numbers().into_iter();
         let key_value_servers = server_numbers.map(|number| testbed.start_key_value_server(number, &options));
         let key_value_servers = key_value_servers.collect::<anyhow::Result<_>>()?;
@@ -106,39 +106,56 @@ impl PathFigureEnv {
         let load_source = CoreLoadSource::PacedServer;
         Fleet::start(
             &self.testbed,
-            FleetOptions {
+            TestbedFleetOptions {
                 policy_name: policy.clone(),
-                load_source,
+                core_load_source: load_source,
                 steers_connections: false,
                 extra_fleet_text: service_lines,
-                makes_tables_by_interval: true,
-                ..FleetOptions::default()
+                makes_tables_per_interval: true,
+                ..TestbedFleetOptions::default()
             },
         )
     }
 
-    fn measure_config(&self, config: &path::PathSimulationConfig, seconds: f64) -> anyhow::Result<LoadMeasurement> {
+    fn measure_config(
+        &self,
+        config: &path::PathSimulationConfig,
+        seconds: f64,
+    ) -> anyhow::Result<RequestLoadMeasurement> {
         let path::PathSimulationConfig {
-            service, unit_us, offered_load: load, cores_per_server: cores, servers, ..
+            service_times: service,
+            unit_us,
+            offered_load: load,
+            cores_per_server: cores,
+            server_count: servers,
+            ..
         } = config;
         ensure!(config.requests_per_connection == 1.0, "requests_per_connection: expected 1");
         let [policy] = &config.dispatch_policies[..] else {
             anyhow::bail!("dispatch policies of one run: expected one")
         };
-        let service_config = key_value_service_config(policy, service, *unit_us)?;
+        let service_config = build_key_value_service_config(policy, service, *unit_us)?;
         let server_numbers = self.testbed.server_numbers().into_iter();
         let dispatchers =
             server_numbers.map(|number| RunningDispatcher::start(&self.testbed, number, &service_config, *cores));
         let dispatchers: Vec<RunningDispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
         let rate_rps = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
         let seed = *config.seeds.first().context("a run without a seed")?;
-        let request_load =
-            RequestLoad { service: service.clone(), mix: None, unit_us: *unit_us, rate_rps, duration_s: seconds, seed };
+        let request_load = RequestLoad {
+            service_times: service.clone(),
+            request_mix: None,
+            unit_us: *unit_us,
+            rate_rps,
+            duration_s: seconds,
+            seed,
+        };
         let measurement = request_load.send_and_measure(&self.testbed)?;
-        let dispatched_by_server =
-            dispatchers.iter().map(RunningDispatcher::query_dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
+        let dispatched_by_server = dispatchers
+            .iter()
+            .map(RunningDispatcher::query_dispatched_request_count)
+            .collect::<anyhow::Result<Vec<u64>>>()?;
         dispatchers.into_iter().try_for_each(RunningDispatcher::stop)?;
-        let (sent_count, lost_count) = measurement.sent_and_lost_counts();
+        let (sent_count, lost_count) = measurement.sent_and_lost_request_counts();
         let dispatched_count: u64 = dispatched_by_server.iter().sum();
         let policy_names = format!("{} and {policy}", config.policies.concat());
         ensure!(

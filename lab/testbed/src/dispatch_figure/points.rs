@@ -3,21 +3,21 @@
 use std::collections::HashMap;
 
 use anyhow::{Context as _, bail};
-use coreward_sim::figure::expand::{PlotPoint, RunPlan};
+use coreward_sim::figure::expand::{FigureRunPlan, PlotPoint};
 use coreward_sim::figure::job::SimulationJob;
 use coreward_sim::figure::live::LiveFigureSample;
 use coreward_sim::figure::scenario::FigureScenario;
 use coreward_sim::rpc;
 
 /// Returns the runs that the simulator would make for the scenario. Fails when the scenario's parameters are invalid.
-pub fn plan_runs(scenario: &FigureScenario) -> anyhow::Result<RunPlan> {
+pub fn plan_runs(scenario: &FigureScenario) -> anyhow::Result<FigureRunPlan> {
     scenario.plan_runs().map_err(|failure| anyhow::anyhow!("{}", failure.cause))
 }
 
 /// Returns the figure samples for all points of a plan. `point_value` returns the y value of a point.
-pub fn compute_samples(
+pub fn compute_figure_samples(
     scenario: &FigureScenario,
-    plan: &RunPlan,
+    plan: &FigureRunPlan,
     point_value: impl Fn(&PlotPoint, &SimulationJob) -> anyhow::Result<f64>,
 ) -> anyhow::Result<Vec<LiveFigureSample>> {
     let compute_sample = |plot_point: &PlotPoint| {

@@ -12,10 +12,10 @@ use coreward_sim::figure::axes::FigureMetric;
 use coreward_sim::rpc::ServiceTimeDistribution;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::build_real_time_command;
+use super::build_real_time_priority_command;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::lab_binary_path;
-use crate::process::DEFAULT_TIMEOUT;
+use crate::process::DEFAULT_WAIT_TIMEOUT;
 use crate::topology::Testbed;
 
 /// Number of source ports from which requests are sent. It is so large that a hash of the port gives 4 workers equal
@@ -24,27 +24,27 @@ const REQUEST_FLOW_COUNT: u16 = 8192;
 /// First source port of the requests, the same in every run.
 const FIRST_SOURCE_PORT: u16 = 20_000;
 /// Number of keys in the key-value store when it starts.
-pub const INITIAL_KEY_COUNT: u32 = 10_000;
+pub const INITIAL_STORED_KEY_COUNT: u32 = 10_000;
 const WARM_UP_S: f64 = 0.3;
 const RESPONSE_TIMEOUT_S: f64 = 2.0;
 /// Maximum 99th percentile of the delay with which the generator sends requests (us). If the percentile is higher, the
 /// machine was too busy, and the measurement is repeated. A tenth of this limit is normal.
 const MAX_LATENESS_US: f64 = 500.0;
 /// Environment variable that replaces [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
-const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
+const MAX_LATENESS_ENV_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
 /// Maximum number of attempts at a measurement while the machine is too busy. The pauses between them grow to a total
 /// of four minutes, because a figure that takes many minutes should survive a few busy ones.
 const MAX_MEASUREMENT_ATTEMPTS: u32 = 12;
 const MEASUREMENT_RETRY_PAUSE: Duration = Duration::from_secs(1);
-const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
+const MAX_MEASUREMENT_RETRY_PAUSE: Duration = Duration::from_secs(30);
 
 /// Requests that the client sends in one run.
 #[derive(Debug, Clone)]
 pub struct RequestLoad {
     /// Distribution of the service times, as multiples of `unit_us`.
-    pub service: ServiceTimeDistribution,
+    pub service_times: ServiceTimeDistribution,
     /// Requests to a key-value store with the classes of `service`, or `None` if requests only occupy cores.
-    pub mix: Option<RequestMix>,
+    pub request_mix: Option<RequestMix>,
     /// Unit of service times (us).
     pub unit_us: f64,
     /// Mean number of requests per second.
@@ -56,7 +56,7 @@ pub struct RequestLoad {
 }
 
 #[derive(Debug, Clone)]
-pub struct LoadMeasurement {
+pub struct RequestLoadMeasurement {
     report: LoadRunReport,
     unit_us: f64,
 }
@@ -76,19 +76,20 @@ pub fn raise_open_file_limit() -> anyhow::Result<()> {
 impl RequestLoad {
     /// Sends all requests and waits for the responses. Repeats the measurement if the machine was too busy. Fails when
     /// the generator fails, the machine stays busy, or no request was answered.
-    pub fn send_and_measure(&self, testbed: &Testbed) -> anyhow::Result<LoadMeasurement> {
-        let (workload, multiplier) = match &self.mix {
-            None => (("--service", self.service.to_string()), self.unit_us),
+    pub fn send_and_measure(&self, testbed: &Testbed) -> anyhow::Result<RequestLoadMeasurement> {
+        let (workload, multiplier) = match &self.request_mix {
+            None => (("--service", self.service_times.to_string()), self.unit_us),
             // The unit is the time of the shortest request in Turbo's table.
             Some(mix) => (
                 ("--mix", mix.to_string()),
-                self.unit_us / mix.shortest_turbo_time_us().context("a mix without times")?,
+                self.unit_us / mix.shortest_turbo_service_us().context("a mix without times")?,
             ),
         };
-        let options = [workload, ("--multiplier", multiplier.to_string()), ("--keys", INITIAL_KEY_COUNT.to_string())];
+        let options =
+            [workload, ("--multiplier", multiplier.to_string()), ("--keys", INITIAL_STORED_KEY_COUNT.to_string())];
         let report =
             measure_while_machine_idle(testbed, SERVICE_ADDRESS, self.rate_rps, self.duration_s, self.seed, &options)?;
-        Ok(LoadMeasurement { report, unit_us: self.unit_us })
+        Ok(RequestLoadMeasurement { report, unit_us: self.unit_us })
     }
 }
 
@@ -113,11 +114,11 @@ pub fn measure_while_machine_idle(
     ];
     let options: Vec<&str> =
         common_options.iter().chain(options).flat_map(|(name, value)| [*name, value.as_str()]).collect();
-    let time_limit = Duration::from_secs_f64(WARM_UP_S + seconds + RESPONSE_TIMEOUT_S) + *DEFAULT_TIMEOUT;
-    let max_lateness_us = read_max_lateness_us()?;
+    let time_limit = Duration::from_secs_f64(WARM_UP_S + seconds + RESPONSE_TIMEOUT_S) + *DEFAULT_WAIT_TIMEOUT;
+    let max_lateness_us = read_allowed_send_lateness_us()?;
     for attempt in 0..MAX_MEASUREMENT_ATTEMPTS {
         if attempt > 0 {
-            let pause = (MEASUREMENT_RETRY_PAUSE * attempt * attempt).min(MAX_RETRY_PAUSE);
+            let pause = (MEASUREMENT_RETRY_PAUSE * attempt * attempt).min(MAX_MEASUREMENT_RETRY_PAUSE);
             crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
         }
         crate::interrupt::ensure_not_interrupted()?;
@@ -134,9 +135,9 @@ pub fn measure_while_machine_idle(
     )
 }
 
-fn read_max_lateness_us() -> anyhow::Result<f64> {
-    let Ok(text) = std::env::var(MAX_LATENESS_VARIABLE) else { return Ok(MAX_LATENESS_US) };
-    text.parse().with_context(|| format!("{MAX_LATENESS_VARIABLE}: {text:?}: expected a number"))
+fn read_allowed_send_lateness_us() -> anyhow::Result<f64> {
+    let Ok(text) = std::env::var(MAX_LATENESS_ENV_VARIABLE) else { return Ok(MAX_LATENESS_US) };
+    text.parse().with_context(|| format!("{MAX_LATENESS_ENV_VARIABLE}: {text:?}: expected a number"))
 }
 
 fn run_load_generator(
@@ -145,13 +146,13 @@ fn run_load_generator(
     options: &[&str],
     time_limit: Duration,
 ) -> anyhow::Result<LoadRunReport> {
-    let mut command = build_real_time_command(lab_binary_path()?);
+    let mut command = build_real_time_priority_command(lab_binary_path()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)?.wait_for_json(time_limit)
 }
 
-impl LoadMeasurement {
+impl RequestLoadMeasurement {
     /// Returns the value of a metric, where times are in units of service time. Fails when the generator does not
     /// measure the metric, or when no request was answered.
     pub fn metric_value(&self, metric: FigureMetric) -> anyhow::Result<f64> {
@@ -171,7 +172,7 @@ impl LoadMeasurement {
     }
 
     /// Returns the number of requests that were due in the measured time, and the number of them that were lost.
-    pub fn sent_and_lost_counts(&self) -> (u64, u64) {
+    pub fn sent_and_lost_request_counts(&self) -> (u64, u64) {
         (self.report.requests, self.report.lost)
     }
 }

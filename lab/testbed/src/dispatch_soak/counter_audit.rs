@@ -13,7 +13,7 @@ use super::test_env::{SoakTestEnv, WORKER_COUNT, count_eligible_workers};
 use crate::counters::{self, KernelNetworkCounters};
 
 #[derive(Debug)]
-pub struct CounterReading {
+pub struct RequestCounterReading {
     dispatch_status: Value,
     client_counters: KernelNetworkCounters,
     server_counters: KernelNetworkCounters,
@@ -22,8 +22,8 @@ pub struct CounterReading {
     refused_datagram_count: u64,
 }
 
-impl CounterReading {
-    pub fn read_all(env: &SoakTestEnv) -> anyhow::Result<Self> {
+impl RequestCounterReading {
+    pub fn read_from_env(env: &SoakTestEnv) -> anyhow::Result<Self> {
         Ok(Self {
             dispatch_status: env.query_dispatch_status()?,
             client_counters: counters::read_kernel_counters(env.testbed().client())?,
@@ -34,7 +34,7 @@ impl CounterReading {
     }
 
     /// Describes all signs in these counters of pending requests or of workers that get no requests.
-    pub fn signs_of_pending_requests(&self) -> Vec<String> {
+    pub fn describe_pending_requests(&self) -> Vec<String> {
         let mut signs = Vec::new();
         let (outstanding_count, queued_count) = (self.sum_over_workers("outstanding"), self.sum_over_workers("queued"));
         if outstanding_count != 0 || queued_count != 0 {
@@ -61,7 +61,7 @@ impl CounterReading {
         workers.filter_map(|worker| worker[counter_name].as_u64()).sum()
     }
 
-    fn dispatch_counter(&self, name: &str) -> u64 {
+    fn dispatch_status_counter(&self, name: &str) -> u64 {
         self.dispatch_status["counters"][name].as_u64().unwrap_or(0)
     }
 
@@ -123,9 +123,9 @@ impl SoakSegment {
     /// and the last reading.
     pub fn new(
         number: u32,
-        reading_before: &CounterReading,
-        settled_reading: &CounterReading,
-        reading_after: &CounterReading,
+        reading_before: &RequestCounterReading,
+        settled_reading: &RequestCounterReading,
+        reading_after: &RequestCounterReading,
         fault_counts: &FaultCounts,
         load_report: &LoadRunReport,
     ) -> Self {
@@ -151,10 +151,10 @@ impl SoakSegment {
             violations: Vec::new(),
         };
         settled_reading
-            .signs_of_pending_requests()
+            .describe_pending_requests()
             .into_iter()
             .for_each(|violation| segment.record_violation(&violation));
-        segment.check_datagrams();
+        segment.check_datagram_counts();
         segment.check_request_ledger(reading_before, reading_after);
         segment
     }
@@ -189,7 +189,7 @@ impl SoakSegment {
     }
 
     /// Checks that each datagram sent is in one of the counts, and that only faults caused losses.
-    fn check_datagrams(&mut self) {
+    fn check_datagram_counts(&mut self) {
         let accounted_datagram_count =
             self.read_requests + self.dropped_requests + self.requests_without_listener + self.purged_requests;
         let (sent_datagrams, fault_counts) = (self.sent_datagrams, self.fault_counts.clone());
@@ -224,7 +224,7 @@ impl SoakSegment {
         });
     }
 
-    fn check_request_ledger(&mut self, reading_before: &CounterReading, reading_after: &CounterReading) {
+    fn check_request_ledger(&mut self, reading_before: &RequestCounterReading, reading_after: &RequestCounterReading) {
         let Some(ledger) = &self.ledger else { return };
         let (dispatched_count, response_count) = (ledger.dispatched, ledger.completed + ledger.unmatched);
         let (arrived_datagram_count, fault_counts) =
@@ -232,7 +232,7 @@ impl SoakSegment {
         let sent_response_count = self.responses + fault_counts.spoofed_responses + fault_counts.answered_by_others;
         let (abandoned_count, late_count) = (ledger.abandoned, ledger.late);
         let uncounted_request_counts = ["untracked", "no_worker"]
-            .map(|name| reading_after.dispatch_counter(name) - reading_before.dispatch_counter(name));
+            .map(|name| reading_after.dispatch_status_counter(name) - reading_before.dispatch_status_counter(name));
         let ledger_agrees_with_workers =
             (arrived_datagram_count..=arrived_datagram_count + fault_counts.worker_kills).contains(&dispatched_count);
         self.record_violation_unless(ledger_agrees_with_workers, || {
@@ -252,11 +252,15 @@ impl SoakSegment {
 }
 
 impl RequestLedger {
-    fn new(reading_before: &CounterReading, reading_after: &CounterReading, fault_counts: &FaultCounts) -> Self {
+    fn new(
+        reading_before: &RequestCounterReading,
+        reading_after: &RequestCounterReading,
+        fault_counts: &FaultCounts,
+    ) -> Self {
         let worker_counter_growth =
             |name: &str| reading_after.sum_over_workers(name) - reading_before.sum_over_workers(name);
         let unmatched_growth =
-            reading_after.dispatch_counter("unmatched") - reading_before.dispatch_counter("unmatched");
+            reading_after.dispatch_status_counter("unmatched") - reading_before.dispatch_status_counter("unmatched");
         Self {
             dispatched: worker_counter_growth("dispatched"),
             completed: worker_counter_growth("completed"),

@@ -16,14 +16,14 @@ use crate::interrupt;
 /// Range of the pauses between consecutive faults (ms).
 const FAULT_PAUSE_RANGE_MS: std::ops::Range<u32> = 100..600;
 /// Range of the times for which workers are stopped (ms).
-const STOP_DURATION_RANGE_MS: std::ops::Range<u32> = 1_000..3_000;
+const WORKER_STOP_DURATION_RANGE_MS: std::ops::Range<u32> = 1_000..3_000;
 /// Number of datagrams in a flood, which is several times the number that fits into the workers' receive buffers.
 const FLOOD_DATAGRAM_COUNT: u32 = 3_000;
 /// Number of flood datagrams that are sent without a pause. It is less than a CPU's backlog of 1,000 packets
 /// (net.core.netdev_max_backlog), so the flood is dropped only at the receive buffers.
 const FLOOD_BURST_DATAGRAM_COUNT: u32 = 100;
 /// Time within which a request certainly arrives at its worker.
-const MAX_DELIVERY_TIME: Duration = Duration::from_millis(20);
+const MAX_REQUEST_DELIVERY_TIME: Duration = Duration::from_millis(20);
 
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
 pub struct FaultCounts {
@@ -78,7 +78,7 @@ pub struct FaultInjector<'a> {
     unanswered_client: UnansweredClient,
     spoofer: ResponseSpoofer,
     /// Process ids of stopped workers, each with the time to resume it by SIGCONT.
-    stopped_workers: Vec<(u32, Instant)>,
+    stopped_workers_and_resume_times: Vec<(u32, Instant)>,
     fault_counts: FaultCounts,
 }
 
@@ -98,7 +98,7 @@ impl<'a> FaultInjector<'a> {
             may_restart_dispatch,
             unanswered_client,
             spoofer,
-            stopped_workers: Vec::new(),
+            stopped_workers_and_resume_times: Vec::new(),
             fault_counts: FaultCounts::default(),
         })
     }
@@ -115,8 +115,8 @@ impl<'a> FaultInjector<'a> {
             interrupt::ensure_not_interrupted()?;
             let now = Instant::now();
             let (due_workers, still_stopped_workers): (Vec<_>, Vec<_>) =
-                self.stopped_workers.drain(..).partition(|(_, resume_at)| *resume_at <= now);
-            self.stopped_workers = still_stopped_workers;
+                self.stopped_workers_and_resume_times.drain(..).partition(|(_, resume_at)| *resume_at <= now);
+            self.stopped_workers_and_resume_times = still_stopped_workers;
             due_workers.into_iter().for_each(|(pid, _)| self.send_signal(pid, Signal::SIGCONT));
             if now >= end {
                 return Ok(());
@@ -126,8 +126,8 @@ impl<'a> FaultInjector<'a> {
     }
 
     /// Resumes all stopped workers. Returns the number of injected faults of each kind.
-    pub fn resume_workers_and_count(mut self) -> anyhow::Result<FaultCounts> {
-        std::mem::take(&mut self.stopped_workers)
+    pub fn resume_workers_and_take_counts(mut self) -> anyhow::Result<FaultCounts> {
+        std::mem::take(&mut self.stopped_workers_and_resume_times)
             .into_iter()
             .for_each(|(pid, _)| self.send_signal(pid, Signal::SIGCONT));
         Ok(self.fault_counts)
@@ -141,15 +141,15 @@ impl<'a> FaultInjector<'a> {
             3 => self.send_spoofed_response()?,
             4 => self.flood_workers(),
             5 => {
-                self.env.kill_daemon()?;
+                self.env.kill_dispatch_daemon()?;
                 std::thread::sleep(self.random_duration(10..400));
-                self.env.attach_dispatch(WORKER_COUNT - self.stopped_workers.len() as u64)?;
+                self.env.attach_dispatch(WORKER_COUNT - self.stopped_workers_and_resume_times.len() as u64)?;
                 self.fault_counts.daemon_restarts += 1;
             }
             6 => {
                 self.env.detach_dispatch()?;
                 std::thread::sleep(self.random_duration(10..400));
-                self.env.attach_dispatch(WORKER_COUNT - self.stopped_workers.len() as u64)?;
+                self.env.attach_dispatch(WORKER_COUNT - self.stopped_workers_and_resume_times.len() as u64)?;
                 self.fault_counts.detachments += 1;
             }
             _ => {
@@ -190,11 +190,13 @@ impl<'a> FaultInjector<'a> {
 
     fn stop_worker(&mut self) {
         let Some(pid) = self.random_worker_pid() else { return };
-        let resume_time = Instant::now() + self.random_duration(STOP_DURATION_RANGE_MS);
+        let resume_time = Instant::now() + self.random_duration(WORKER_STOP_DURATION_RANGE_MS);
         // Stop at most two workers at a time, because the other half can serve the load.
-        if self.stopped_workers.len() < 2 && self.stopped_workers.iter().all(|(stopped_pid, _)| *stopped_pid != pid) {
+        if self.stopped_workers_and_resume_times.len() < 2
+            && self.stopped_workers_and_resume_times.iter().all(|(stopped_pid, _)| *stopped_pid != pid)
+        {
             self.send_signal(pid, Signal::SIGSTOP);
-            self.stopped_workers.push((pid, resume_time));
+            self.stopped_workers_and_resume_times.push((pid, resume_time));
             self.fault_counts.worker_stops += 1;
         }
     }
@@ -204,7 +206,7 @@ impl<'a> FaultInjector<'a> {
         let request_count = 1 + uniform_below(self.rng, 20);
         let request_ids: Vec<u32> = (0..request_count).filter_map(|_| self.unanswered_client.send_request()).collect();
         self.fault_counts.unanswered_requests += request_ids.len() as u64;
-        std::thread::sleep(MAX_DELIVERY_TIME);
+        std::thread::sleep(MAX_REQUEST_DELIVERY_TIME);
         let Ok(address) = self.unanswered_client.source_address() else { return };
         for id in request_ids.into_iter().step_by(2) {
             self.fault_counts.answered_by_others += u64::from(self.spoofer.send_response(address, id).is_ok());

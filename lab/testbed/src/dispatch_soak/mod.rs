@@ -18,9 +18,9 @@ use coreward_model::rss::seeded_rng;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 
-use crate::process::DEFAULT_TIMEOUT;
+use crate::process::DEFAULT_WAIT_TIMEOUT;
 use crate::{instance, interrupt};
-use counter_audit::{CounterReading, SoakSegment};
+use counter_audit::{RequestCounterReading, SoakSegment};
 use fault_injector::{FaultCounts, FaultInjector};
 use test_env::SoakTestEnv;
 
@@ -30,7 +30,7 @@ const SOAK_SEGMENT_DURATION: Duration = Duration::from_secs(50);
 /// Minimum time between the last request and the comparison of the counters. Late responses have arrived by then.
 const MIN_SETTLE_TIME: Duration = Duration::from_secs(1);
 /// Minimum duration of a segment, long enough for some faults.
-const MIN_SEGMENT_DURATION: Duration = Duration::from_secs(4);
+const MIN_SOAK_SEGMENT_DURATION: Duration = Duration::from_secs(4);
 
 /// Options of `coreward-lab testbed dispatch-soak`.
 #[derive(Debug, Clone, Copy, clap::Args)]
@@ -76,11 +76,11 @@ pub fn run_soak_test(instance: &str, options: DispatchSoakArgs) -> anyhow::Resul
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
     let total_duration = Duration::from_secs(options.seconds.into());
     let segment_count = total_duration.div_duration_f64(SOAK_SEGMENT_DURATION).ceil().max(2.0) as u32;
-    let segment_duration = (total_duration / segment_count).max(MIN_SEGMENT_DURATION);
+    let segment_duration = (total_duration / segment_count).max(MIN_SOAK_SEGMENT_DURATION);
     let mut segments = Vec::new();
     let mut total_faults = FaultCounts::default();
     for number in 0..segment_count {
-        let (segment, segment_faults) = run_segment(&mut env, &mut rng, number, segment_duration, options)?;
+        let (segment, segment_faults) = run_soak_segment(&mut env, &mut rng, number, segment_duration, options)?;
         tracing::info!(event = "segment-finished", number, count = segment_count, "{}", segment.summary_line());
         total_faults.add_counts(&segment_faults);
         segments.push(segment);
@@ -97,7 +97,7 @@ pub fn run_soak_test(instance: &str, options: DispatchSoakArgs) -> anyhow::Resul
 }
 
 /// Runs one segment of the test. Fails when its load, a fault or a reading of the counters fails.
-fn run_segment(
+fn run_soak_segment(
     env: &mut SoakTestEnv,
     rng: &mut Xoshiro256PlusPlus,
     number: u32,
@@ -105,20 +105,20 @@ fn run_segment(
     options: DispatchSoakArgs,
 ) -> anyhow::Result<(SoakSegment, FaultCounts)> {
     let mut fault_injector = FaultInjector::new(env, rng, number % 2 == 1)?;
-    let counters_before = CounterReading::read_all(fault_injector.env())?;
+    let counters_before = RequestCounterReading::read_from_env(fault_injector.env())?;
     let load_process = fault_injector.env().start_load_generator(duration, options.seed.wrapping_add(number.into()))?;
     let faults_end = Instant::now() + duration;
     fault_injector.inject_faults_until(faults_end).with_context(|| format!("segment {number}"))?;
-    let fault_counts = fault_injector.resume_workers_and_count()?;
+    let fault_counts = fault_injector.resume_workers_and_take_counts()?;
     let settle_deadline = Instant::now() + Duration::from_millis(options.settle_ms.into());
     std::thread::sleep(MIN_SETTLE_TIME);
-    let mut settled_counters = CounterReading::read_all(env)?;
-    while !settled_counters.signs_of_pending_requests().is_empty() && Instant::now() < settle_deadline {
+    let mut settled_counters = RequestCounterReading::read_from_env(env)?;
+    while !settled_counters.describe_pending_requests().is_empty() && Instant::now() < settle_deadline {
         std::thread::sleep(Duration::from_millis(100));
-        settled_counters = CounterReading::read_all(env)?;
+        settled_counters = RequestCounterReading::read_from_env(env)?;
     }
-    let report = load_process.wait_for_json(*DEFAULT_TIMEOUT)?;
-    let counters_after = CounterReading::read_all(env)?;
+    let report = load_process.wait_for_json(*DEFAULT_WAIT_TIMEOUT)?;
+    let counters_after = RequestCounterReading::read_from_env(env)?;
     let segment =
         SoakSegment::new(number, &counters_before, &settled_counters, &counters_after, &fault_counts, &report);
     Ok((segment, fault_counts))

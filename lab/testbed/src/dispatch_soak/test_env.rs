@@ -18,7 +18,7 @@ use serde_json::Value;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::{coreward_binary_path, lab_binary_path};
 use crate::key_value::handle::KeyValueServer;
-use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
+use crate::process::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -30,16 +30,16 @@ pub const WORKER_COUNT: u64 = 4;
 /// First source port of the load generator's requests. Spoofed responses are sent to this port.
 pub const FIRST_LOAD_PORT: u16 = 20_000;
 pub const LOAD_FLOW_COUNT: u16 = 64;
-/// Number of requests per second that the load generator sends. With the service time [`SERVICE_TIME_ARGUMENT`], they
-/// use a third of all workers' capacity. Even without one worker, queues stay short.
+/// Number of requests per second that the load generator sends. With the service time [`LOAD_SERVICE_TIME_ARGUMENT`],
+/// they use a third of all workers' capacity. Even without one worker, queues stay short.
 const LOAD_RATE_RPS: &str = "1200";
-const SERVICE_TIME_ARGUMENT: &str = "GET=1000";
+const LOAD_SERVICE_TIME_ARGUMENT: &str = "GET=1000";
 /// Size of each worker's receive buffer (bytes). A flood can fill the buffer, but the requests that arrive while a
 /// worker is stopped fit into it.
-const RECEIVE_BUFFER_BYTES: &str = "65536";
+const WORKER_RECEIVE_BUFFER_BYTES: &str = "65536";
 /// Timeout of the load generator's requests (s). It exceeds the time for which a worker is stopped, so a request counts
 /// as lost only if no worker answers it.
-const LOAD_TIMEOUT_S: &str = "6";
+const LOAD_REQUEST_TIMEOUT_S: &str = "6";
 
 #[derive(Debug)]
 pub struct SoakTestEnv {
@@ -57,9 +57,11 @@ impl SoakTestEnv {
         let testbed = Testbed::create_without_load_balancing(instance)?;
         let worker_count = WORKER_COUNT.to_string();
         let server_options =
-            ["--paced", "--restart", "--service-us", SERVICE_TIME_ARGUMENT, "--workers", &worker_count];
-        let key_value_server = testbed
-            .start_key_value_server(1, &[&server_options[..], &["--receive-buffer", RECEIVE_BUFFER_BYTES]].concat())?;
+            ["--paced", "--restart", "--service-us", LOAD_SERVICE_TIME_ARGUMENT, "--workers", &worker_count];
+        let key_value_server = testbed.start_key_value_server(
+            1,
+            &[&server_options[..], &["--receive-buffer", WORKER_RECEIVE_BUFFER_BYTES]].concat(),
+        )?;
         let dispatch_config_path = testbed.directory().join("dispatch.toml");
         // The response timeout is half of the time after which the ledger must be exact.
         let dispatch_config = format!(
@@ -69,7 +71,7 @@ impl SoakTestEnv {
         );
         fs::write(&dispatch_config_path, dispatch_config)
             .with_context(|| dispatch_config_path.display().to_string())?;
-        let (purged_counter, link) = attach_drop_counter(&testbed)?;
+        let (purged_counter, link) = attach_datagram_drop_counter(&testbed)?;
         let mut env = Self {
             purged_datagram_counter: purged_counter,
             _purge_link: link,
@@ -90,7 +92,7 @@ impl SoakTestEnv {
         &self.key_value_server
     }
 
-    fn dispatch_command(&self) -> anyhow::Result<Command> {
+    fn build_dispatch_command(&self) -> anyhow::Result<Command> {
         let mut command = Command::new(coreward_binary_path()?);
         command.args(["dispatch", "--config"]).arg(&self.dispatch_config_path);
         Ok(command)
@@ -99,7 +101,7 @@ impl SoakTestEnv {
     /// Starts `coreward dispatch` and waits until `worker_count` workers get requests. Fails when it cannot be started,
     /// or does not find all workers in time.
     pub fn attach_dispatch(&mut self, worker_count: u64) -> anyhow::Result<()> {
-        let mut command = self.dispatch_command()?;
+        let mut command = self.build_dispatch_command()?;
         command.env("RUST_LOG", "error");
         self.dispatch_daemon = Some(self.testbed.spawn(self.testbed.server(1)?, command)?);
         let attach_start = Instant::now();
@@ -113,7 +115,7 @@ impl SoakTestEnv {
                 return Ok(());
             }
             ensure!(
-                attach_start.elapsed() < *DEFAULT_TIMEOUT,
+                attach_start.elapsed() < *DEFAULT_WAIT_TIMEOUT,
                 "coreward dispatch has no {worker_count} workers in time: {dispatch_status}"
             );
             std::thread::sleep(Duration::from_millis(20));
@@ -122,25 +124,25 @@ impl SoakTestEnv {
 
     /// Kills the daemon `coreward dispatch`. Its BPF program continues to dispatch requests. Fails when the daemon is
     /// not running.
-    pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
+    pub fn kill_dispatch_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.dispatch_daemon.take().context("no daemon")?;
         daemon.send_signal(Signal::SIGKILL)?;
-        daemon.wait_for_exit(*DEFAULT_TIMEOUT).map(drop)
+        daemon.wait_for_exit(*DEFAULT_WAIT_TIMEOUT).map(drop)
     }
 
     /// Detaches the BPF program of `coreward dispatch`, after which the kernel selects workers. Fails when the command
     /// fails.
     pub fn detach_dispatch(&mut self) -> anyhow::Result<()> {
-        let exit_status = self.dispatch_daemon.take().context("no daemon")?.terminate(*DEFAULT_TIMEOUT)?;
+        let exit_status = self.dispatch_daemon.take().context("no daemon")?.terminate(*DEFAULT_WAIT_TIMEOUT)?;
         ensure!(exit_status.success(), "coreward dispatch: {exit_status}");
-        let mut command = self.dispatch_command()?;
+        let mut command = self.build_dispatch_command()?;
         command.arg("--detach");
         self.testbed.run_command(self.testbed.server(1)?, command).map(drop)
     }
 
     /// Returns the service's entry in `coreward dispatch --status`. Fails when no service is dispatched.
     pub fn query_dispatch_status(&self) -> anyhow::Result<Value> {
-        let mut command = self.dispatch_command()?;
+        let mut command = self.build_dispatch_command()?;
         command.args(["--status", "--format", "json"]);
         let output = self.testbed.run_command(self.testbed.server(1)?, command)?;
         let mut status: Value = serde_json::from_slice(&output.stdout)?;
@@ -170,7 +172,7 @@ impl SoakTestEnv {
         ]);
         command.args([
             "--timeout",
-            LOAD_TIMEOUT_S,
+            LOAD_REQUEST_TIMEOUT_S,
             "--flows",
             &LOAD_FLOW_COUNT.to_string(),
             "--seed",
@@ -188,7 +190,7 @@ pub fn count_eligible_workers(dispatch_status: &Value) -> Option<u64> {
     Some(workers.iter().filter(|worker| worker["eligible"] == true).count() as u64)
 }
 
-fn attach_drop_counter(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
+fn attach_datagram_drop_counter(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     let mut storage = MaybeUninit::uninit();
     let mut open_skeleton = skeleton::DropCounterSkelBuilder::default().open(&mut storage)?;
     let program_constants =

@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail, ensure};
 
 use super::files::daemon_config_path;
 use super::names::controller_api_address;
-use super::options::FleetOptions;
+use super::options::TestbedFleetOptions;
 use crate::namespace::NetworkNamespace;
 use crate::process::TestbedProcess;
 use crate::topology::Testbed;
@@ -37,12 +37,12 @@ fn find_binary(name: &str) -> anyhow::Result<PathBuf> {
 /// Returns a command that runs `coreward` with these arguments and the operator's token, on the machine of the only
 /// controller. Fails when `coreward` does not exist.
 pub fn build_operator_command(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
-    build_operator_command_for(testbed, [1], arguments)
+    build_operator_command_at_controllers(testbed, [1], arguments)
 }
 
 /// Returns a command that runs `coreward` with these arguments and finds the leader of these controllers. Fails when
 /// `coreward` does not exist.
-pub fn build_operator_command_for(
+pub fn build_operator_command_at_controllers(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
     arguments: &[&str],
@@ -101,18 +101,21 @@ pub(super) fn start_daemon(
     namespace: &NetworkNamespace,
     daemon: &str,
     name: &str,
-    options: &FleetOptions,
+    options: &TestbedFleetOptions,
     coreward: &Path,
 ) -> anyhow::Result<TestbedProcess> {
     let log_path = testbed.directory().join(format!("{name}.log"));
     let log_file = File::options().create(true).append(true).open(&log_path)?;
-    let mut command =
-        if options.has_unit_capabilities { build_confined_command(daemon, coreward)? } else { Command::new(coreward) };
+    let mut command = if options.has_only_unit_capabilities {
+        build_confined_command(daemon, coreward)?
+    } else {
+        Command::new(coreward)
+    };
     if options.uses_json_logs {
         command.env("COREWARD_LOG_FORMAT", "json");
     }
     if let Some(preload) = &options.preloaded_faults {
-        preload.preload_faults(name, &mut command)?;
+        preload.preload_fault_library(name, &mut command)?;
     }
     command.arg(daemon).arg("--config").arg(daemon_config_path(testbed, name));
     command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);

@@ -12,16 +12,16 @@ pub const CONTROLLER_PORT: u16 = 7400;
 const FIRST_API_PORT: u16 = 7401;
 
 pub fn first_controller_address() -> String {
-    controller_address_of(1)
+    controller_address(1)
 }
 
 /// Returns the IPv4 address and port of controller `number`, counted from 1.
-pub fn controller_address_of(number: u16) -> String {
-    controller_address_in(AddressFamily::Ipv4, number)
+pub fn controller_address(number: u16) -> String {
+    controller_address_in_family(AddressFamily::Ipv4, number)
 }
 
 /// Returns the address and port of controller `number` in the given address family.
-pub fn controller_address_in(family: AddressFamily, number: u16) -> String {
+pub fn controller_address_in_family(family: AddressFamily, number: u16) -> String {
     SocketAddr::new(family.host_address(CONTROLLER_ADDRESS), CONTROLLER_PORT + number - 1).to_string()
 }
 

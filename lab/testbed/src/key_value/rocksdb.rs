@@ -15,7 +15,7 @@ const ROCKSDB_LIBRARY_NAME: &CStr = c"librocksdb.so.7.8";
 const ROCKSDB_PACKAGE_NAME: &str = "librocksdb7.8";
 
 type RocksDbHandle = *mut c_void;
-type ErrorTextPointer = *mut *mut c_char;
+type RocksDbErrorPointer = *mut *mut c_char;
 
 /// Declares a struct of pointers to the listed functions of rocksdb/c.h, and loads them from the shared library.
 macro_rules! functions {
@@ -56,14 +56,14 @@ functions! {
     fn options_create() -> RocksDbHandle;
     fn options_set_create_if_missing(RocksDbHandle, c_uchar);
     fn options_destroy(RocksDbHandle);
-    fn open(RocksDbHandle, *const c_char, ErrorTextPointer) -> RocksDbHandle;
+    fn open(RocksDbHandle, *const c_char, RocksDbErrorPointer) -> RocksDbHandle;
     fn close(RocksDbHandle);
     fn readoptions_create() -> RocksDbHandle;
     fn readoptions_destroy(RocksDbHandle);
     fn writeoptions_create() -> RocksDbHandle;
     fn writeoptions_destroy(RocksDbHandle);
-    fn put(RocksDbHandle, RocksDbHandle, *const c_char, usize, *const c_char, usize, ErrorTextPointer);
-    fn get(RocksDbHandle, RocksDbHandle, *const c_char, usize, *mut usize, ErrorTextPointer) -> *mut c_char;
+    fn put(RocksDbHandle, RocksDbHandle, *const c_char, usize, *const c_char, usize, RocksDbErrorPointer);
+    fn get(RocksDbHandle, RocksDbHandle, *const c_char, usize, *mut usize, RocksDbErrorPointer) -> *mut c_char;
     fn create_iterator(RocksDbHandle, RocksDbHandle) -> RocksDbHandle;
     fn iter_seek(RocksDbHandle, *const c_char, usize);
     fn iter_valid(RocksDbHandle) -> c_uchar;
@@ -236,7 +236,7 @@ impl KeyValueDatabase for RocksDb {
             }
             scan_type => {
                 response.begin_response(request, KeyValueResponseStatus::Done, worker);
-                let pair_count = scan_type.scan_pairs().unwrap_or(0).into();
+                let pair_count = scan_type.scan_pair_count().unwrap_or(0).into();
                 self.scan(request.key, pair_count, |key, value| _ = response.push_pair(key, value));
             }
         }

@@ -22,7 +22,7 @@ use crate::emulated_server::fork_worker;
 use crate::interrupt;
 
 /// Interval between the master process's checks for ended workers and for signals.
-const WORKER_POLL_INTERVAL: Duration = Duration::from_millis(20);
+const WORKER_PROCESS_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Options of `coreward-lab testbed key-value-server`.
 #[derive(Debug, Clone, clap::Args)]
@@ -101,7 +101,7 @@ pub fn run_key_value_server(args: &KeyValueServerArgs) -> anyhow::Result<()> {
 struct KeyValueMaster<'a> {
     args: &'a KeyValueServerArgs,
     store: Arc<InMemoryStore>,
-    service_time: ServiceTimeSource,
+    service_time_source: ServiceTimeSource,
     counter_file: SharedCounterFile,
     /// Core load file with the workers' busy times, to be read by an agent.
     core_load_file: Option<SharedCounterFile>,
@@ -116,7 +116,7 @@ impl<'a> KeyValueMaster<'a> {
         let service_time = if args.paced {
             let specified_times = args.service_us.clone().unwrap_or_default();
             ServiceTimeSource::EmulatedTime(
-                ServiceTimesByType::multiples_of_turbo(args.multiplier)?.with_overrides(&specified_times),
+                ServiceTimesByType::scaled_turbo_times(args.multiplier)?.with_overrides(&specified_times),
             )
         } else {
             ServiceTimeSource::RealWork
@@ -135,7 +135,7 @@ impl<'a> KeyValueMaster<'a> {
         Ok(Self {
             args,
             store: Arc::new(store),
-            service_time,
+            service_time_source: service_time,
             counter_file,
             core_load_file,
             worker_sockets: Vec::new(),
@@ -193,13 +193,13 @@ impl<'a> KeyValueMaster<'a> {
             let (socket, counters, busy_ns) =
                 (self.open_socket()?, self.shared_worker_counters(worker), self.worker_busy_time_counter(worker));
             let (store, service_time, error_sender) =
-                (Arc::clone(&self.store), self.service_time.clone(), error_sender.clone());
+                (Arc::clone(&self.store), self.service_time_source.clone(), error_sender.clone());
             let run_worker = move || {
                 let worker = KeyValueWorker {
                     worker_number: worker.into(),
                     socket: &socket,
                     store: &store,
-                    service_time: &service_time,
+                    service_time_source: &service_time,
                     counters,
                     published_busy_ns: busy_ns,
                 };
@@ -210,7 +210,7 @@ impl<'a> KeyValueMaster<'a> {
         }
         self.publish_counter_files()?;
         while interrupt::ensure_not_interrupted().is_ok() {
-            if let Ok(failure) = error_receiver.recv_timeout(WORKER_POLL_INTERVAL) {
+            if let Ok(failure) = error_receiver.recv_timeout(WORKER_PROCESS_POLL_INTERVAL) {
                 return Err(failure);
             }
         }
@@ -237,7 +237,7 @@ impl<'a> KeyValueMaster<'a> {
                         bail!("all workers have ended");
                     }
                 }
-                Ok(_) | Err(Errno::EINTR) => std::thread::sleep(WORKER_POLL_INTERVAL),
+                Ok(_) | Err(Errno::EINTR) => std::thread::sleep(WORKER_PROCESS_POLL_INTERVAL),
                 Err(error) => return Err(error).context("cannot wait for the workers"),
             }
         }
@@ -261,7 +261,7 @@ impl<'a> KeyValueMaster<'a> {
             worker_number: number.into(),
             socket,
             store: &self.store,
-            service_time: &self.service_time,
+            service_time_source: &self.service_time_source,
             counters,
             published_busy_ns: busy_ns,
         }

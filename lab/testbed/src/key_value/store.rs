@@ -90,7 +90,7 @@ impl KeyValueDatabase for InMemoryStore {
             }
             scan_type => {
                 response.begin_response(request, KeyValueResponseStatus::Done, worker);
-                if let Some(pair_count) = scan_type.scan_pairs() {
+                if let Some(pair_count) = scan_type.scan_pair_count() {
                     self.scan(request.key, pair_count.into(), response);
                 }
             }

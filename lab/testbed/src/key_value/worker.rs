@@ -34,7 +34,7 @@ impl SharedWorkerCounters {
     const RECEIVED_COUNTER_INDEX: usize = 0;
     const ANSWERED_COUNTER_INDEX: usize = 1;
     const REJECTED_COUNTER_INDEX: usize = 2;
-    const BUSY_NS_INDEX: usize = 3;
+    const BUSY_NS_COUNTER_INDEX: usize = 3;
 
     /// Adds `increment` to a worker's counter. Each counter has one writer, and readers need no ordering with other
     /// memory.
@@ -60,20 +60,20 @@ pub(crate) enum ServiceTimeSource {
 
 /// Reason why a datagram is not answered.
 #[derive(Debug, thiserror::Error)]
-enum DatagramRejection {
+enum RequestDatagramRejection {
     #[error(transparent)]
-    BadRequest(#[from] KeyValueRequestError),
+    InvalidRequest(#[from] KeyValueRequestError),
     #[error("a {0}, for which there is no service time: give one by --service-us or in the request")]
     NoServiceTime(RequestType),
     #[error("more than a datagram may have")]
-    Truncated,
+    TruncatedDatagram,
 }
 
 pub(crate) struct KeyValueWorker<'a> {
     pub worker_number: u16,
     pub socket: &'a UdpSocket,
     pub store: &'a InMemoryStore,
-    pub service_time: &'a ServiceTimeSource,
+    pub service_time_source: &'a ServiceTimeSource,
     pub counters: SharedWorkerCounters,
     /// Busy time of the worker (ns), in the file that an agent reads, or `None` without such a file.
     pub published_busy_ns: Option<&'a AtomicU64>,
@@ -96,7 +96,7 @@ impl KeyValueWorker<'_> {
             };
             self.counters.add_to_counter(SharedWorkerCounters::RECEIVED_COUNTER_INDEX, 1);
             let datagram = if received_datagram.is_truncated {
-                Err(DatagramRejection::Truncated)
+                Err(RequestDatagramRejection::TruncatedDatagram)
             } else {
                 Ok(&buffer[..received_datagram.received_byte_count])
             };
@@ -126,7 +126,7 @@ impl KeyValueWorker<'_> {
         self.counters.add_to_counter(SharedWorkerCounters::ANSWERED_COUNTER_INDEX, is_sent.into());
     }
 
-    fn warn_of_rejection(&self, rejection: &DatagramRejection) {
+    fn warn_of_rejection(&self, rejection: &RequestDatagramRejection) {
         tracing::warn!(
             event = "request-rejected",
             worker = self.worker_number,
@@ -142,13 +142,13 @@ impl KeyValueWorker<'_> {
         arrival_ns: u64,
         core: &mut VirtualCore,
         response: &mut KeyValueResponseWriter,
-    ) -> Result<(), DatagramRejection> {
+    ) -> Result<(), RequestDatagramRejection> {
         let start_ns = now_ns();
-        let service_ns = match self.service_time {
+        let service_ns = match self.service_time_source {
             ServiceTimeSource::RealWork => None,
             ServiceTimeSource::EmulatedTime(_) if request.service_ns > 0 => Some(request.service_ns),
             ServiceTimeSource::EmulatedTime(times) => {
-                let missing_time_rejection = DatagramRejection::NoServiceTime(request.request_type);
+                let missing_time_rejection = RequestDatagramRejection::NoServiceTime(request.request_type);
                 Some(times.get_ns(request.request_type).ok_or(missing_time_rejection)?)
             }
         };
@@ -158,10 +158,12 @@ impl KeyValueWorker<'_> {
             sleep_until(core.enqueue_request(arrival_ns, service_ns.into()));
         }
         let busy_ns = service_ns.map_or_else(|| now_ns() - start_ns, u64::from);
-        self.counters.add_to_counter(SharedWorkerCounters::BUSY_NS_INDEX, busy_ns);
+        self.counters.add_to_counter(SharedWorkerCounters::BUSY_NS_COUNTER_INDEX, busy_ns);
         if let Some(published_busy_ns) = self.published_busy_ns {
-            published_busy_ns
-                .store(self.counters.read_counters()[SharedWorkerCounters::BUSY_NS_INDEX].to_le(), Ordering::Relaxed);
+            published_busy_ns.store(
+                self.counters.read_counters()[SharedWorkerCounters::BUSY_NS_COUNTER_INDEX].to_le(),
+                Ordering::Relaxed,
+            );
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use coreward_load::dns::{self, DnsQuery};
 
 use crate::addresses::FIRST_IPV4_VIP;
 use crate::topology::Testbed;
-use crate::{DEFAULT_TIMEOUT, TestbedProcess};
+use crate::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 
 /// Address (the first VIP) and port of the DNS service.
 pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_IPV4_VIP, 53);
@@ -51,10 +51,10 @@ impl Testbed {
         command.arg("-c").arg(&configuration_path).stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
         let process = self.spawn(self.server(number)?, command).context("knotd (Debian package knot)")?;
         let mut knot_server = KnotServer { process };
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         let server = self.server(number)?;
         while !server
-            .run_within(|| Ok(query_succeeds(PLAIN_DNS_QUERY)? && query_succeeds(SIGNED_DNS_QUERY)?))
+            .run_within(|| Ok(does_query_succeed(PLAIN_DNS_QUERY)? && does_query_succeed(SIGNED_DNS_QUERY)?))
             .unwrap_or(false)
         {
             let exit_status = knot_server.process.try_wait()?;
@@ -70,7 +70,7 @@ impl Testbed {
 
 /// Sends a DNS query to the server in the calling thread's namespace. Returns whether the server answers without an
 /// error code.
-fn query_succeeds(query: &str) -> anyhow::Result<bool> {
+fn does_query_succeed(query: &str) -> anyhow::Result<bool> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     socket.connect(DNS_SERVICE_ADDRESS)?;
     socket.set_read_timeout(Some(Duration::from_millis(500)))?;
@@ -79,7 +79,7 @@ fn query_succeeds(query: &str) -> anyhow::Result<bool> {
     socket.send(&datagram)?;
     let mut buffer = [0; 4096];
     let length = socket.recv(&mut buffer)?;
-    Ok(dns::parse_response(&buffer[..length]) == Some((1, true)))
+    Ok(dns::parse_response_id_and_success(&buffer[..length]) == Some((1, true)))
 }
 
 fn build_knot_configuration_text(directory: &Path, worker_count: u16) -> String {

@@ -5,7 +5,7 @@ pub mod knot;
 
 use anyhow::ensure;
 use coreward_load::report::LoadRunReport;
-use coreward_sim::output::{PrintableResult, ResultFormat};
+use coreward_sim::output::{PrintableResult, SimulationResultFormat};
 use coreward_sim::seed_summary::SeedSummary;
 use serde::Serialize;
 
@@ -42,8 +42,8 @@ pub struct KnotBenchmarkArgs {
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub runs: u64,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
-    pub format: ResultFormat,
+    #[arg(long, value_enum, default_value_t = SimulationResultFormat::Text)]
+    pub format: SimulationResultFormat,
 }
 
 fn parse_number_between(text: &str, minimum: f64, maximum: f64) -> Result<f64, String> {
@@ -155,7 +155,7 @@ fn measure_policy(
         report.transport_errors.failed
     );
     if let Some(dispatcher) = dispatcher {
-        let dispatched_query_count = dispatcher.query_dispatched_count()?;
+        let dispatched_query_count = dispatcher.query_dispatched_request_count()?;
         let sent_query_count = report.requests;
         ensure!(
             dispatched_query_count >= sent_query_count,

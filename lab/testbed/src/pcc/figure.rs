@@ -71,9 +71,9 @@ fn compute_panel_points(panel: &FigurePanel, run: &PccRun) -> anyhow::Result<Vec
     let seconds = run.seconds.iter();
     match (*panel.measure.get_ref(), &panel.x) {
         (FigureMetric::BrokenPct, Some(_)) => {
-            Ok(ends_of_seconds.zip(seconds.map(|second| second.broken_pct())).collect())
+            Ok(ends_of_seconds.zip(seconds.map(|second| second.broken_connection_pct())).collect())
         }
-        (FigureMetric::BrokenPct, None) => Ok(vec![(0.0, run.sum_of_seconds().broken_pct())]),
+        (FigureMetric::BrokenPct, None) => Ok(vec![(0.0, run.total_counts().broken_connection_pct())]),
         (FigureMetric::CompletedPerSecond, Some(_)) => {
             Ok(ends_of_seconds.zip(seconds.map(|second| second.completed as f64)).collect())
         }

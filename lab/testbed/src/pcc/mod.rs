@@ -21,7 +21,7 @@ use run::PccRun;
 
 /// Options of `coreward-lab testbed pcc`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct PccArgs {
+pub struct PccMeasurementArgs {
     /// Method by which packets find their server
     #[arg(long, value_parser = PccMethod::parse, default_value = "stateless")]
     method: PccMethod,
@@ -31,7 +31,7 @@ pub struct PccArgs {
 
 /// Measures one method and prints the results of each second as JSON. Fails without root, when a process does not
 /// start, or when interrupted. Also removes the testbed if it fails.
-pub fn main(args: &PccArgs) -> anyhow::Result<()> {
+pub fn main(args: &PccMeasurementArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let pcc_run = PccRun::measure_run(args.method, &args.streams, &|| ())?;
     println!("{}", serde_json::to_string_pretty(&pcc_run)?);

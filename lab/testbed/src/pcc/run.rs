@@ -7,12 +7,12 @@ use anyhow::Context as _;
 use serde::Serialize;
 
 use super::method::PccMethod;
-use super::timeline::{self, FleetChange};
+use super::timeline::{self, PccFleetChange};
 use crate::connection_errors::BrokenConnectionCounts;
-use crate::demo::host_cpu::CpuMeter;
-use crate::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState};
+use crate::demo::host_cpu::HostCpuMeter;
+use crate::fleet::{CoreLoadSource, Fleet, ServerAdminState, TestbedFleetOptions};
 use crate::load::DelayStatisticsUs;
-use crate::process::DEFAULT_TIMEOUT;
+use crate::process::DEFAULT_WAIT_TIMEOUT;
 use crate::stream::client::{StreamSecondCounts, StreamWorkload};
 use crate::stream::server::StreamServerProcess;
 use crate::topology::{Testbed, TestbedOptions, find_missing_privilege};
@@ -31,7 +31,7 @@ const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 const CLIENT_START_DELAY: Duration = Duration::from_millis(500);
 /// Maximum lateness at which the client may open connections (us). Beyond it, the machine is too busy for a
 /// measurement.
-const MAX_LATENESS_US: u64 = 100_000;
+const MAX_CONNECTION_LATENESS_US: u64 = 100_000;
 
 #[derive(Debug, Clone, Serialize)]
 pub struct PccRun {
@@ -54,8 +54,8 @@ pub struct PccRun {
 }
 
 /// Warns if the client opened its connections too late for a measurement.
-fn warn_if_late(method: PccMethod, lateness_us: DelayStatisticsUs) {
-    if lateness_us.p99 > MAX_LATENESS_US {
+fn warn_if_connections_late(method: PccMethod, lateness_us: DelayStatisticsUs) {
+    if lateness_us.p99 > MAX_CONNECTION_LATENESS_US {
         tracing::warn!(
             event = "machine-busy",
             method = method.name,
@@ -74,15 +74,15 @@ impl PccRun {
             anyhow::bail!(privilege_error);
         }
         let mut env = PccTestEnv::start(method, streams.seed)?;
-        let mut cpu_meter = CpuMeter::new()?;
+        let mut cpu_meter = HostCpuMeter::new()?;
         let start_ns = now_ns() + CLIENT_START_DELAY.as_nanos() as u64;
         let stream_client = env.testbed.start_stream_client(streams, Some(start_ns))?;
         cpu_meter.start_period()?;
         env.apply_timeline(streams, start_ns, tick)?;
-        let report = stream_client.wait_and_report(*DEFAULT_TIMEOUT)?;
+        let report = stream_client.wait_and_report(*DEFAULT_WAIT_TIMEOUT)?;
         cpu_meter.end_period()?;
         let lateness_us = report.lateness_us;
-        warn_if_late(method, lateness_us);
+        warn_if_connections_late(method, lateness_us);
         let status = env.fleet.query_status(&env.testbed)?;
         let load_balancers = status["load_balancers"].as_array().into_iter().flatten();
         let servers = status["servers"].as_array().into_iter().flatten();
@@ -100,17 +100,17 @@ impl PccRun {
         })
     }
 
-    pub fn sum_of_seconds(&self) -> StreamSecondCounts {
+    pub fn total_counts(&self) -> StreamSecondCounts {
         StreamSecondCounts::sum_seconds(&self.seconds)
     }
 
     /// Returns the highest percentage of broken connections in any second.
-    pub fn highest_broken_pct(&self) -> f64 {
-        self.seconds.iter().map(StreamSecondCounts::broken_pct).fold(0.0, f64::max)
+    pub fn highest_broken_connection_pct(&self) -> f64 {
+        self.seconds.iter().map(StreamSecondCounts::broken_connection_pct).fold(0.0, f64::max)
     }
 
     pub fn summary_line(&self) -> String {
-        let sums = self.sum_of_seconds();
+        let sums = self.total_counts();
         let BrokenConnectionCounts { refused, reset, timed_out, closed_early, wrong_answer, other_errors: other } =
             sums.broken;
         format!(
@@ -121,8 +121,8 @@ impl PccRun {
             self.seed,
             sums.completed,
             sums.broken.total_count(),
-            sums.broken_pct(),
-            self.highest_broken_pct(),
+            sums.broken_connection_pct(),
+            self.highest_broken_connection_pct(),
             self.lateness_us.p99,
             self.machine_busy_pct,
         )
@@ -145,7 +145,8 @@ impl PccTestEnv {
     fn start(method: PccMethod, seed: u64) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance_name: instance::unique_testbed_name("pcc")?,
-            server_count: timeline::INITIAL_SERVER_COUNT + timeline::count_changes(FleetChange::AddServer),
+            server_count: timeline::INITIAL_SERVER_COUNT
+                + timeline::count_change_occurrences(PccFleetChange::AddServer),
             core_count: 1,
             has_receive_rings: true,
             load_balancer_count: timeline::INITIAL_LOAD_BALANCER_COUNT,
@@ -154,14 +155,14 @@ impl PccTestEnv {
             ..TestbedOptions::default()
         })?;
         let stream_servers = testbed.start_stream_servers()?;
-        let options = FleetOptions {
+        let options = TestbedFleetOptions {
             policy_name: method.policy.to_owned(),
             consistency: method.consistency,
             report_interval_ms: REPORT_INTERVAL_MS,
-            makes_tables_by_interval: true,
-            load_source: CoreLoadSource::PacedServer,
+            makes_tables_per_interval: true,
+            core_load_source: CoreLoadSource::PacedServer,
             steers_connections: false,
-            ..FleetOptions::default()
+            ..TestbedFleetOptions::default()
         };
         let mut fleet = Fleet::start(&testbed, options).with_context(|| format!("method {}", method.name))?;
         let mut pool = fleet.server_pool().clone();
@@ -175,7 +176,7 @@ impl PccTestEnv {
     /// Applies each change of the timeline when it is due, and calls `tick` once a second until the end of the run.
     fn apply_timeline(&mut self, streams: &StreamWorkload, start_ns: u64, tick: &dyn Fn()) -> anyhow::Result<()> {
         let warm_up_seconds = u64::from(streams.warm_up_seconds);
-        let mut pending_changes = timeline::CHANGES_BY_HALF_SECOND.iter().peekable();
+        let mut pending_changes = timeline::FLEET_CHANGES_BY_HALF_SECOND.iter().peekable();
         for half_second in 0..2 * (warm_up_seconds + u64::from(streams.seconds)) {
             interrupt::sleep_until(start_ns + half_second * 500_000_000)?;
             while let Some((_, due_changes)) = pending_changes
@@ -191,20 +192,20 @@ impl PccTestEnv {
     }
 
     /// Applies `changes`, which are due at the same time, by writing the controller's file once.
-    fn apply_fleet_changes(&mut self, changes: &[FleetChange]) -> anyhow::Result<()> {
+    fn apply_fleet_changes(&mut self, changes: &[PccFleetChange]) -> anyhow::Result<()> {
         let mut pool = self.fleet.server_pool().clone();
         for change in changes {
             match change {
-                FleetChange::AddServer => {
+                PccFleetChange::AddServer => {
                     pool.insert(self.next_server_number, ServerAdminState::Active);
                     self.next_server_number += 1;
                 }
-                FleetChange::DrainServer => {
+                PccFleetChange::DrainServer => {
                     pool.insert(self.select_leaving_server(&pool), ServerAdminState::Draining);
                 }
-                FleetChange::RemoveServer => drop(pool.remove(&self.select_leaving_server(&pool))),
-                FleetChange::AddLoadBalancer => drop(self.fleet.add_load_balancer(&mut self.testbed)?),
-                FleetChange::KillLoadBalancer => {
+                PccFleetChange::RemoveServer => drop(pool.remove(&self.select_leaving_server(&pool))),
+                PccFleetChange::AddLoadBalancer => drop(self.fleet.add_load_balancer(&mut self.testbed)?),
+                PccFleetChange::KillLoadBalancer => {
                     let first_load_balancer =
                         *self.testbed.load_balancer_numbers().first().context("no load balancer is left")?;
                     self.fleet.kill_load_balancer(&mut self.testbed, first_load_balancer, FAILURE_DETECTION_TIME)?;

@@ -3,8 +3,8 @@
 //! Simulation and testbed therefore have the same load.
 //!
 //! A connection is broken when it ends before its last byte, when wrong bytes arrive, or when bytes that are due are
-//! missing for [`DATA_TIMEOUT_NS`]. Source addresses and ports follow from the connection's number, so that a run under
-//! another method has the same 4-tuples.
+//! missing for [`CONNECTION_DATA_TIMEOUT_NS`]. Source addresses and ports follow from the connection's number, so that
+//! a run under another method has the same 4-tuples.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -17,7 +17,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::pcc::{ArrivalProcess, ConnectionMix, ConnectionSource, RequestRateWave};
+use coreward_sim::pcc::{ConnectionArrivalProcess, ConnectionMix, ConnectionSource, RequestRateWave};
 use hdrhistogram::Histogram;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
@@ -25,7 +25,7 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use super::{STREAM_REQUEST_BYTES, StreamRequest, raise_open_file_limit, stream_content_byte};
-use crate::connection_errors::{BrokenConnectionCounts, ConnectionFailure, DATA_TIMEOUT_NS};
+use crate::connection_errors::{BrokenConnectionCounts, CONNECTION_DATA_TIMEOUT_NS, ConnectionFailure};
 use crate::fleet::lab_binary_path;
 use crate::interrupt;
 use crate::load::{DelayStatisticsUs, new_delay_histogram, nth_address};
@@ -38,7 +38,7 @@ const NS_PER_SECOND: u64 = 1_000_000_000;
 /// connection recovers or breaks.
 const MAX_END_LATENESS_NS: u64 = NS_PER_SECOND / 2;
 /// Interval between checks for timed-out connections (ns).
-const TIMEOUT_CHECK_INTERVAL_NS: u64 = NS_PER_SECOND / 4;
+const CONNECTION_TIMEOUT_CHECK_INTERVAL_NS: u64 = NS_PER_SECOND / 4;
 /// First source port that is used with each client address. It is above the well-known ports.
 const FIRST_SOURCE_PORT: u16 = 10_000;
 const SOURCE_PORTS_PER_ADDRESS: u64 = 50_000;
@@ -127,7 +127,7 @@ pub struct StreamReport {
 }
 
 impl StreamReport {
-    pub fn sum_of_seconds(&self) -> StreamSecondCounts {
+    pub fn total_counts(&self) -> StreamSecondCounts {
         StreamSecondCounts::sum_seconds(&self.seconds)
     }
 }
@@ -153,7 +153,7 @@ impl StreamSecondCounts {
     }
 
     /// Returns the number of broken connections as a percentage of the completed ones (Cheetah, NSDI'20, Fig. 9).
-    pub fn broken_pct(&self) -> f64 {
+    pub fn broken_connection_pct(&self) -> f64 {
         100.0 * self.broken.total_count() as f64 / self.completed.max(1) as f64
     }
 }
@@ -163,7 +163,7 @@ impl StreamSecondCounts {
 pub fn run_stream_client(args: &StreamClientArgs) -> anyhow::Result<()> {
     raise_open_file_limit()?;
     interrupt::catch_signals()?;
-    let mut event_loop = ClientEventLoop::new(args)?;
+    let mut event_loop = StreamClientEventLoop::new(args)?;
     while event_loop.process_due_events()? {
         if interrupt::ensure_not_interrupted().is_err() {
             event_loop.end_after_current_second(now_ns());
@@ -178,7 +178,7 @@ struct StreamConnection {
     request: StreamRequest,
     /// Index of the request's kind in the mix. The client may send a request of this kind again after the connection
     /// has ended.
-    mix_index: u8,
+    request_kind_index: u8,
     opened_at_ns: u64,
     is_connected: bool,
     received_bytes: u64,
@@ -192,10 +192,10 @@ impl StreamConnection {
     }
 }
 
-struct ClientEventLoop<'a> {
+struct StreamClientEventLoop<'a> {
     args: &'a StreamClientArgs,
     connection_source: ConnectionSource,
-    request_mix: ConnectionMix,
+    connection_mix: ConnectionMix,
     start_ns: u64,
     epoll: Epoll,
     connections: HashMap<u64, StreamConnection>,
@@ -205,24 +205,26 @@ struct ClientEventLoop<'a> {
     stream_report: StreamReport,
 }
 
-impl<'a> ClientEventLoop<'a> {
+impl<'a> StreamClientEventLoop<'a> {
     fn new(args: &'a StreamClientArgs) -> anyhow::Result<Self> {
         let stream_workload = &args.streams;
         let (mix, warm_up_ns) =
             (ConnectionMix::for_web_server(), u64::from(stream_workload.warm_up_seconds) * NS_PER_SECOND);
         let requests_per_second = RequestRateWave {
-            base_per_s: stream_workload.low,
-            peak_per_s: stream_workload.high,
+            base_requests_per_s: stream_workload.low,
+            peak_requests_per_s: stream_workload.high,
             duration_s: stream_workload.wave_seconds.into(),
         };
-        let arrivals =
-            ArrivalProcess::ClosedLoop { clients: stream_workload.clients, request_rate: requests_per_second };
+        let arrivals = ConnectionArrivalProcess::ClosedLoop {
+            clients: stream_workload.clients,
+            request_rate: requests_per_second,
+        };
         let total_seconds = stream_workload.warm_up_seconds + stream_workload.seconds;
         let start_ns = args.start_at.unwrap_or_else(now_ns);
         Ok(Self {
             args,
             connection_source: ConnectionSource::new(arrivals, &mix, warm_up_ns, stream_workload.seed),
-            request_mix: mix,
+            connection_mix: mix,
             start_ns,
             epoll: Epoll::new()?,
             connections: HashMap::new(),
@@ -246,7 +248,7 @@ impl<'a> ClientEventLoop<'a> {
         self.stream_report.seconds.truncate(current_second as usize + 1);
     }
 
-    fn stream_second_at(&mut self, now_ns: u64) -> &mut StreamSecondCounts {
+    fn second_counts_at(&mut self, now_ns: u64) -> &mut StreamSecondCounts {
         let last_index = self.stream_report.seconds.len() - 1;
         let second_index = (now_ns.saturating_sub(self.start_ns) / NS_PER_SECOND) as usize;
         &mut self.stream_report.seconds[second_index.min(last_index)]
@@ -270,12 +272,12 @@ impl<'a> ClientEventLoop<'a> {
             }
         }
         if now_ns >= self.next_timeout_check_ns {
-            self.next_timeout_check_ns = now_ns + TIMEOUT_CHECK_INTERVAL_NS;
+            self.next_timeout_check_ns = now_ns + CONNECTION_TIMEOUT_CHECK_INTERVAL_NS;
             self.fail_timed_out_connections(now_ns);
         }
         // Continue until the connections that were late at the run's end have recovered or broken, even if others
         // become late in the meantime.
-        let latest_end_ns = self.run_end_ns() + DATA_TIMEOUT_NS + TIMEOUT_CHECK_INTERVAL_NS;
+        let latest_end_ns = self.run_end_ns() + CONNECTION_DATA_TIMEOUT_NS + CONNECTION_TIMEOUT_CHECK_INTERVAL_NS;
         let is_too_late = |connection: &StreamConnection| connection.next_byte_due_ns() + MAX_END_LATENESS_NS < now_ns;
         Ok(now_ns < self.run_end_ns() || (now_ns < latest_end_ns && self.connections.values().any(is_too_late)))
     }
@@ -306,13 +308,13 @@ impl<'a> ClientEventLoop<'a> {
         socket.set_tcp_nodelay(true)?;
         socket.bind(&source_address.into()).with_context(|| format!("cannot bind the source {source_address}"))?;
         let connect_result = socket.connect(&self.args.vip.into());
-        let mix_request = self.request_mix.kinds()[usize::from(mix_index)];
+        let mix_request = self.connection_mix.kinds()[usize::from(mix_index)];
         let request = StreamRequest {
             content_seed: content_seed.into(),
             packet_count: mix_request.packet_count.into(),
             duration_us: ((mix_request.duration / 1_000) as u32).into(),
         };
-        self.stream_second_at(now_ns).opened += 1;
+        self.second_counts_at(now_ns).opened += 1;
         let stream = TcpStream::from(socket);
         // Edge-triggered epoll reports one event when the connection is established, then one per arrival of data.
         let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
@@ -320,7 +322,7 @@ impl<'a> ClientEventLoop<'a> {
         let connection = StreamConnection {
             stream,
             request,
-            mix_index,
+            request_kind_index: mix_index,
             opened_at_ns: now_ns,
             is_connected: false,
             received_bytes: 0,
@@ -373,26 +375,28 @@ impl<'a> ClientEventLoop<'a> {
             }
             connection.received_bytes += length as u64;
         }
-        let mix_index = connection.mix_index;
+        let mix_index = connection.request_kind_index;
         self.connections.remove(&connection_id);
         self.connection_source.on_connection_ended(mix_index);
         let now_ns = now_ns();
         if now_ns < self.run_end_ns() {
-            self.stream_second_at(now_ns).completed += 1;
+            self.second_counts_at(now_ns).completed += 1;
         }
         Ok(())
     }
 
     fn count_broken_connection(&mut self, connection_id: u64, failure: &ConnectionFailure) {
         let Some(connection) = self.connections.remove(&connection_id) else { return };
-        self.stream_second_at(now_ns()).broken.count_failure(failure, connection_id as usize);
-        self.connection_source.on_connection_ended(connection.mix_index);
+        self.second_counts_at(now_ns()).broken.count_failure(failure, connection_id as usize);
+        self.connection_source.on_connection_ended(connection.request_kind_index);
     }
 
-    /// Counts connections as broken if their next byte has been due for more than [`DATA_TIMEOUT_NS`].
+    /// Counts connections as broken if their next byte has been due for more than [`CONNECTION_DATA_TIMEOUT_NS`].
     fn fail_timed_out_connections(&mut self, now_ns: u64) {
-        let timed_out_connections =
-            self.connections.iter().filter(|(_, connection)| connection.next_byte_due_ns() + DATA_TIMEOUT_NS < now_ns);
+        let timed_out_connections = self
+            .connections
+            .iter()
+            .filter(|(_, connection)| connection.next_byte_due_ns() + CONNECTION_DATA_TIMEOUT_NS < now_ns);
         let timed_out_ids: Vec<u64> = timed_out_connections.map(|(connection_id, _)| *connection_id).collect();
         for connection_id in timed_out_ids {
             self.count_broken_connection(connection_id, &io::Error::from(io::ErrorKind::TimedOut).into());
@@ -489,7 +493,7 @@ mod tests {
         let (vip, first_address) = (SERVICE_ADDRESS.into(), Ipv4Addr::LOCALHOST.into());
         let start_at = Some(NS_PER_SECOND);
         let args = StreamClientArgs { vip, first_address, addresses: 1, start_at, streams: stream_workload };
-        let mut event_loop = ClientEventLoop::new(&args).unwrap();
+        let mut event_loop = StreamClientEventLoop::new(&args).unwrap();
         assert_eq!(event_loop.run_end_ns(), 11 * NS_PER_SECOND);
         event_loop.end_after_current_second(NS_PER_SECOND + 2 * NS_PER_SECOND + 1);
         assert_eq!(event_loop.run_end_ns(), 4 * NS_PER_SECOND);

@@ -19,7 +19,7 @@ use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
 /// Core time for each packet sent and each connection accepted, on an emulated core (ns).
-const WORK_PER_PACKET_NS: u64 = 1_000_000;
+const CORE_TIME_PER_PACKET_NS: u64 = 1_000_000;
 
 /// Options of `coreward-lab testbed stream-server`.
 #[derive(Debug, Clone, clap::Args)]
@@ -71,10 +71,15 @@ struct StreamServerProtocol;
 impl EmulatedServerProtocol for StreamServerProtocol {
     type ConnectionState = StreamConnectionState;
     const CLOSES_AFTER_RESPONSE: bool = true;
-    const ACCEPT_SERVICE_NS: u64 = WORK_PER_PACKET_NS;
-    const PUBLISH_INTERVAL_NS: u64 = 50_000_000;
+    const ACCEPT_CORE_TIME_NS: u64 = CORE_TIME_PER_PACKET_NS;
+    const LOAD_FILE_UPDATE_INTERVAL_NS: u64 = 50_000_000;
 
-    fn receive_bytes(&self, stream: &mut StreamConnectionState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
+    fn try_parse_received_bytes(
+        &self,
+        stream: &mut StreamConnectionState,
+        bytes: &[u8],
+        queue: &mut ResponseQueue<'_>,
+    ) -> bool {
         let (buffer, length) = &mut stream.request_buffer;
         let Some(remaining_buffer) = buffer.get_mut(*length..*length + bytes.len()) else { return false };
         remaining_buffer.copy_from_slice(bytes);
@@ -82,12 +87,12 @@ impl EmulatedServerProtocol for StreamServerProtocol {
         if *length == STREAM_REQUEST_BYTES {
             let request = StreamRequest::read_from_bytes(buffer).expect("REQUEST_BYTES");
             (stream.request, stream.response_start_ns) = (Some(request), queue.now_ns);
-            queue.queue_packet(queue.now_ns + request.packet_due_ns(0), 0);
+            queue.enqueue_response_packet(queue.now_ns + request.packet_due_ns(0), 0);
         }
         true
     }
 
-    fn write_packet(
+    fn append_response_packet(
         &self,
         stream: &StreamConnectionState,
         packet_index: u32,
@@ -100,9 +105,12 @@ impl EmulatedServerProtocol for StreamServerProtocol {
             (first_byte_index..first_byte_index + STREAM_PACKET_BYTES as u64)
                 .map(|position| stream_content_byte(request.content_seed.get(), position)),
         );
-        queue.queue_work(WORK_PER_PACKET_NS);
+        queue.enqueue_work(CORE_TIME_PER_PACKET_NS);
         if packet_index + 1 < request.packet_count.get() {
-            queue.queue_packet(stream.response_start_ns + request.packet_due_ns(packet_index + 1), packet_index + 1);
+            queue.enqueue_response_packet(
+                stream.response_start_ns + request.packet_due_ns(packet_index + 1),
+                packet_index + 1,
+            );
         }
     }
 }

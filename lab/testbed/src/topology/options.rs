@@ -4,11 +4,11 @@ use anyhow::bail;
 
 use crate::addresses::{AddressFamily, ETHERNET_MTU, MIN_IPV4_MTU, MIN_IPV6_MTU};
 
-const CLIENT_ADDRESSES_MAX: u16 = 200;
+const MAX_CLIENT_ADDRESS_COUNT: u16 = 200;
 pub(super) const MAX_SERVER_COUNT: u16 = 250;
-pub(super) const LOAD_BALANCERS_MAX: u16 = 32;
+pub(super) const MAX_LOAD_BALANCER_COUNT: u16 = 32;
 const MAX_RACK_COUNT: u16 = 32;
-const MAX_CORE_COUNT: u16 = 64;
+const MAX_CORES_PER_SERVER: u16 = 64;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedOptions {
@@ -87,10 +87,10 @@ impl TestbedOptions {
     pub(super) fn check_options(&self) -> anyhow::Result<()> {
         for (value, min, max, name) in [
             (self.server_count, 0, MAX_SERVER_COUNT, "servers"),
-            (self.core_count, 1, MAX_CORE_COUNT, "cores"),
-            (self.load_balancer_count, 1, LOAD_BALANCERS_MAX, "load balancers"),
+            (self.core_count, 1, MAX_CORES_PER_SERVER, "cores"),
+            (self.load_balancer_count, 1, MAX_LOAD_BALANCER_COUNT, "load balancers"),
             (self.rack_controller_count, 0, MAX_RACK_COUNT, "racks"),
-            (self.client_address_count, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
+            (self.client_address_count, 1, MAX_CLIENT_ADDRESS_COUNT, "client addresses"),
             (u16::from(self.vip_count), 1, 250, "VIPs"),
             (self.router_mtu.unwrap_or(ETHERNET_MTU), MIN_IPV4_MTU, ETHERNET_MTU, "bytes of MTU"),
         ] {

@@ -6,7 +6,7 @@ use coreward_testbed::conformance::{ConformanceArgs, run_conformance_test};
 use coreward_testbed::network_options::TestbedNetworkOptions;
 use coreward_testbed::{find_missing_testbed_rights, skip_if};
 
-fn assert_short_run_passes(instance: &str, syncookies: u8, network: TestbedNetworkOptions) {
+fn assert_conformance_run_passes(instance: &str, syncookies: u8, network: TestbedNetworkOptions) {
     let options = ConformanceArgs { wrk_seconds: 8, downloads: 200, idle_seconds: 40, syncookies, network };
     let outcome = run_conformance_test(instance, options).unwrap();
     println!("{outcome:#?}");
@@ -17,19 +17,19 @@ fn assert_short_run_passes(instance: &str, syncookies: u8, network: TestbedNetwo
 #[test]
 fn stock_clients_and_servers_have_no_errors() {
     skip_if!(find_missing_testbed_rights());
-    assert_short_run_passes("conform", 1, TestbedNetworkOptions::default());
+    assert_conformance_run_passes("conform", 1, TestbedNetworkOptions::default());
 }
 
 #[test]
 fn stock_clients_have_no_errors_with_syn_cookies() {
     skip_if!(find_missing_testbed_rights());
-    assert_short_run_passes("cookies", 2, TestbedNetworkOptions::default());
+    assert_conformance_run_passes("cookies", 2, TestbedNetworkOptions::default());
 }
 
 #[test]
 fn stock_ipv6_clients_and_servers_have_no_errors() {
     skip_if!(find_missing_testbed_rights());
-    assert_short_run_passes(
+    assert_conformance_run_passes(
         "conform6",
         1,
         TestbedNetworkOptions { family: AddressFamily::Ipv6, ..TestbedNetworkOptions::default() },
@@ -39,7 +39,7 @@ fn stock_ipv6_clients_and_servers_have_no_errors() {
 #[test]
 fn stock_clients_and_routed_ipv6_servers_have_no_errors() {
     skip_if!(find_missing_testbed_rights());
-    assert_short_run_passes(
+    assert_conformance_run_passes(
         "conformgue",
         1,
         TestbedNetworkOptions { forwarding: ForwardingMode::Gue, family: AddressFamily::Ipv6 },

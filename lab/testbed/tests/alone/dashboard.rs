@@ -9,9 +9,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_model::arrivals::Workload;
+use coreward_model::arrivals::ConnectionWorkload;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState, lab_binary_path};
+use coreward_testbed::fleet::{CoreLoadSource, Fleet, ServerAdminState, TestbedFleetOptions, lab_binary_path};
 use coreward_testbed::{Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if};
 use fantoccini::elements::Element;
 use fantoccini::wd::Capabilities;
@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 /// Port of the program that drives the browser, in the controller's namespace.
 const BROWSER_DRIVER_PORT: u16 = 9515;
 const DASHBOARD_URL: &str = "http://127.0.0.1:7401/";
-const PAGE_TIMEOUT: Duration = Duration::from_secs(30);
+const DASHBOARD_PAGE_TIMEOUT: Duration = Duration::from_secs(30);
 const SERVER_COUNT: u16 = 6;
 const CORE_COUNT: u16 = 4;
 /// Maximum duration of the load generator's traffic (s).
@@ -53,7 +53,7 @@ async fn connect_to_driver() -> anyhow::Result<Client> {
     });
     let Value::Object(options) = options else { unreachable!("an object") };
     let capabilities: Capabilities = options.into_iter().collect();
-    let deadline = tokio::time::Instant::now() + PAGE_TIMEOUT;
+    let deadline = tokio::time::Instant::now() + DASHBOARD_PAGE_TIMEOUT;
     loop {
         let connect_result = ClientBuilder::new(HttpConnector::new())
             .capabilities(capabilities.clone())
@@ -69,14 +69,14 @@ async fn connect_to_driver() -> anyhow::Result<Client> {
 
 /// Waits until the JavaScript code `script` returns true in the page. `description` describes this condition in errors.
 async fn wait_until_script_is_true(client: &Client, description: &str, script: &str) -> anyhow::Result<()> {
-    let deadline = tokio::time::Instant::now() + PAGE_TIMEOUT;
+    let deadline = tokio::time::Instant::now() + DASHBOARD_PAGE_TIMEOUT;
     loop {
         if client.execute(&format!("return {script};"), Vec::new()).await? == Value::Bool(true) {
             return Ok(());
         }
         ensure!(
             tokio::time::Instant::now() < deadline,
-            "not within {PAGE_TIMEOUT:?}: {description}; the page: {}",
+            "not within {DASHBOARD_PAGE_TIMEOUT:?}: {description}; the page: {}",
             read_page_text(client).await?
         );
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -87,13 +87,13 @@ async fn read_page_text(client: &Client) -> anyhow::Result<String> {
     Ok(client.find(Locator::Css("body")).await?.text().await?)
 }
 
-async fn find_by_id(client: &Client, id: &str) -> anyhow::Result<Element> {
+async fn find_element_by_id(client: &Client, id: &str) -> anyhow::Result<Element> {
     client.find(Locator::Id(id)).await.with_context(|| format!("no element {id}"))
 }
 
 /// Logs in with a token through the form on the dashboard page.
 async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
-    find_by_id(client, "token").await?.send_keys(token).await?;
+    find_element_by_id(client, "token").await?.send_keys(token).await?;
     client.find(Locator::Css("#login button")).await?.click().await?;
     Ok(())
 }
@@ -214,7 +214,7 @@ async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Resu
     check_draining_server(&client).await?;
     check_page_isolation(&client).await?;
 
-    find_by_id(&client, "logout").await?.click().await?;
+    find_element_by_id(&client, "logout").await?.click().await?;
     wait_until_script_is_true(
         &client,
         "the form again",
@@ -229,10 +229,10 @@ async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Resu
 
 /// Starts the load generator, which opens connections to the service at the times of a generated workload.
 fn start_load_generator(testbed: &Testbed) -> anyhow::Result<TestbedProcess> {
-    let arrival_workload = Workload {
+    let arrival_workload = ConnectionWorkload {
         duration_us: MAX_TRAFFIC_SECONDS * 1_000_000,
         core_count: (SERVER_COUNT * CORE_COUNT).into(),
-        ..Workload::default()
+        ..ConnectionWorkload::default()
     };
     let arrival_log_path: PathBuf = testbed.directory().join("arrivals.txt");
     fs::write(&arrival_log_path, arrival_workload.generate(1).to_string())?;
@@ -253,11 +253,11 @@ fn dashboard_shows_every_core_and_pool_changes() {
     };
     let testbed = Testbed::create(options).unwrap();
     let _paced_servers: Vec<_> = (1..=SERVER_COUNT).map(|number| testbed.start_paced_server(number).unwrap()).collect();
-    let options = FleetOptions {
+    let options = TestbedFleetOptions {
         policy_name: "crossrss-plus".to_owned(),
-        load_source: CoreLoadSource::PacedServer,
+        core_load_source: CoreLoadSource::PacedServer,
         steers_connections: false,
-        ..FleetOptions::default()
+        ..TestbedFleetOptions::default()
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let _load_generator = start_load_generator(&testbed).unwrap();

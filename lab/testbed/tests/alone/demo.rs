@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use coreward_model::arrivals::ArrivalLog;
 use coreward_testbed::fleet::lab_binary_path;
-use coreward_testbed::instance::find_remains;
+use coreward_testbed::instance::find_leftover_paths;
 use coreward_testbed::{find_missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -69,7 +69,7 @@ fn core_aware_policies_beat_hash_and_break_no_connection() -> anyhow::Result<()>
         serde_json::from_slice(&std::fs::read(output_directory.path().join("demo.json"))?)?;
     assert_eq!(saved_results, results);
     for policy in ["hash", "crossrss", "crossrssplus"] {
-        assert_eq!(find_remains(&format!("demo{policy}{demo_pid}")), Vec::<PathBuf>::new());
+        assert_eq!(find_leftover_paths(&format!("demo{policy}{demo_pid}")), Vec::<PathBuf>::new());
     }
     Ok(())
 }
@@ -111,7 +111,7 @@ fn start_and_signal_demo(signal: Signal) -> anyhow::Result<String> {
         .spawn()?;
     let instance_name = demo_instance_name(demo_process.id());
     let deadline = Instant::now() + Duration::from_secs(60);
-    while !find_remains(&instance_name)
+    while !find_leftover_paths(&instance_name)
         .iter()
         .any(|path| path.to_string_lossy().ends_with(&format!("{instance_name}-s5")))
     {
@@ -128,17 +128,17 @@ fn start_and_signal_demo(signal: Signal) -> anyhow::Result<String> {
 fn interrupted_or_killed_demo_leaves_nothing_behind() -> anyhow::Result<()> {
     skip_if!(find_missing_testbed_rights(), Ok(()));
     let instance_name = start_and_signal_demo(Signal::SIGINT)?;
-    assert_eq!(find_remains(&instance_name), Vec::<PathBuf>::new());
+    assert_eq!(find_leftover_paths(&instance_name), Vec::<PathBuf>::new());
 
     let instance_name = start_and_signal_demo(Signal::SIGKILL)?;
-    assert_ne!(find_remains(&instance_name), Vec::<PathBuf>::new());
+    assert_ne!(find_leftover_paths(&instance_name), Vec::<PathBuf>::new());
     let clean_output = Command::new(lab_binary_path()?).args(["testbed", "clean", &instance_name]).output()?;
     let removed_names = String::from_utf8_lossy(&clean_output.stdout);
     assert!(
         removed_names.starts_with("removed testbed ") && removed_names.trim_end().ends_with(&instance_name),
         "{clean_output:?}"
     );
-    assert_eq!(find_remains(&instance_name), Vec::<PathBuf>::new());
+    assert_eq!(find_leftover_paths(&instance_name), Vec::<PathBuf>::new());
     Ok(())
 }
 

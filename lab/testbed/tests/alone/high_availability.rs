@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use coreward_etcd::local::LocalEtcdMember;
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{
-    CoreLoadSource, Fleet, FleetOptions, build_operator_command_for, controller_address_of, controller_api_address,
-    coreward_binary_path,
+    CoreLoadSource, Fleet, TestbedFleetOptions, build_operator_command_at_controllers, controller_address,
+    controller_api_address, coreward_binary_path,
 };
 use coreward_testbed::process::TestbedProcess;
 use coreward_testbed::stream::client::StreamWorkload;
@@ -22,7 +22,7 @@ use crate::support::{assert_eventually, assert_streams_unbroken, sleep_ms};
 
 /// Maximum time until another controller becomes the leader. It is a multiple of the lease's duration, to allow for
 /// slow machines.
-const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
+const LEADER_TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Fleet with three controllers and three etcd members. Fields are dropped in the order of their declaration, the
 /// testbed last.
@@ -46,7 +46,7 @@ fn etcd_config_table(members: &[LocalEtcdMember]) -> String {
 fn start_controller(testbed: &Testbed, members: &[LocalEtcdMember], number: u16) -> TestbedProcess {
     let config_path = testbed.directory().join(format!("controller{number}.toml"));
     let (listen, api, token_directory) =
-        (controller_address_of(number), controller_api_address(number), testbed.directory());
+        (controller_address(number), controller_api_address(number), testbed.directory());
     fs::write(
         &config_path,
         format!(
@@ -69,8 +69,8 @@ fn start_etcd_member(testbed: &Testbed, members: &[LocalEtcdMember], member_inde
 
 /// Runs `coreward` with these arguments against one controller. The timeout of 10 s applies if the controller is
 /// stopped.
-fn run_at_controller(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
-    let command = build_operator_command_for(testbed, [controller], arguments)?;
+fn run_coreward_at_controller(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
+    let command = build_operator_command_at_controllers(testbed, [controller], arguments)?;
     let mut command_with_timeout = Command::new("timeout");
     command_with_timeout.arg("10").arg(command.get_program()).args(command.get_args());
     command_with_timeout.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
@@ -78,12 +78,12 @@ fn run_at_controller(testbed: &Testbed, controller: u16, arguments: &[&str]) -> 
 }
 
 /// Runs `coreward` with these arguments against the leader of these controllers, and returns its output.
-fn run_at_leader(
+fn run_coreward_at_leader(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
     arguments: &[&str],
 ) -> anyhow::Result<String> {
-    let command = build_operator_command_for(testbed, controllers, arguments)?;
+    let command = build_operator_command_at_controllers(testbed, controllers, arguments)?;
     Ok(String::from_utf8(testbed.run_command(testbed.controller(), command)?.stdout)?)
 }
 
@@ -99,7 +99,7 @@ fn fleet_document_text(server_count: u16) -> String {
 /// Repeats a query until it returns a value. It returns none while no controller or no etcd member is the leader.
 fn retry_until_some<T>(description: &str, query: impl Fn() -> Option<T>) -> T {
     let mut query_result = None;
-    assert_eventually(TAKEOVER_TIMEOUT, description, || {
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, description, || {
         query_result = query();
         query_result.is_some()
     });
@@ -111,9 +111,10 @@ fn apply_first_document(testbed: &Testbed, etcd_members: &[LocalEtcdMember], doc
     let mut first_controller = start_controller(testbed, etcd_members, 1);
     let document_path = testbed.directory().join("applied.toml");
     fs::write(&document_path, document).unwrap();
-    let apply_document = || run_at_leader(testbed, [1], &["apply", "--yes", &document_path.display().to_string()]);
-    assert_eventually(TAKEOVER_TIMEOUT, "the first document is in force", || apply_document().is_ok());
-    first_controller.terminate(TAKEOVER_TIMEOUT).unwrap();
+    let apply_document =
+        || run_coreward_at_leader(testbed, [1], &["apply", "--yes", &document_path.display().to_string()]);
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "the first document is in force", || apply_document().is_ok());
+    first_controller.terminate(LEADER_TAKEOVER_TIMEOUT).unwrap();
 }
 
 impl HighAvailabilityEnv {
@@ -133,12 +134,12 @@ impl HighAvailabilityEnv {
         let applied_document = fleet_document_text(3);
         // Apply the first document before load balancers and agents start.
         apply_first_document(&testbed, &etcd_members, &applied_document);
-        let options = FleetOptions {
-            load_source: CoreLoadSource::PacedServer,
+        let options = TestbedFleetOptions {
+            core_load_source: CoreLoadSource::PacedServer,
             steers_connections: false,
             shared_store_config: Some(etcd_config_table(&etcd_members)),
-            external_controller_addresses: [2, 3].map(controller_address_of).into(),
-            ..FleetOptions::default()
+            external_controller_addresses: [2, 3].map(controller_address).into(),
+            ..TestbedFleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
         let other_controller_processes =
@@ -157,17 +158,17 @@ impl HighAvailabilityEnv {
 
     /// Changes the fleet document, and sends it repeatedly until a controller acknowledges it. Returns that
     /// controller's number.
-    fn apply_changed_document(&mut self) -> u16 {
+    fn apply_document_until_acknowledged(&mut self) -> u16 {
         self.change_count += 1;
         let changed_weight = format!("weight = {}\nname = \"s1\"", self.change_count);
         let changed_document = fleet_document_text(3).replacen("name = \"s1\"", &changed_weight, 1);
         let document_path: PathBuf = self.testbed.directory().join("applied.toml");
         fs::write(&document_path, &changed_document).unwrap();
-        let deadline = Instant::now() + TAKEOVER_TIMEOUT;
+        let deadline = Instant::now() + LEADER_TAKEOVER_TIMEOUT;
         let mut rejections = Vec::new();
         while Instant::now() < deadline {
             for number in 1..=3 {
-                match run_at_controller(
+                match run_coreward_at_controller(
                     &self.testbed,
                     number,
                     &["apply", "--yes", &document_path.display().to_string()],
@@ -181,7 +182,7 @@ impl HighAvailabilityEnv {
             }
             sleep_ms(100);
         }
-        panic!("no controller took a change within {TAKEOVER_TIMEOUT:?}: {rejections:#?}");
+        panic!("no controller took a change within {LEADER_TAKEOVER_TIMEOUT:?}: {rejections:#?}");
     }
 
     fn send_signal(&mut self, number: u16, signal: Signal) {
@@ -204,8 +205,8 @@ impl HighAvailabilityEnv {
         let leader_index = retry_until_some("one of three members leads", || self.query_etcd_leader_index());
         let mut killed_member = self.etcd_processes[leader_index].take().unwrap();
         killed_member.send_signal(Signal::SIGKILL).unwrap();
-        killed_member.wait_for_exit(TAKEOVER_TIMEOUT).unwrap();
-        self.apply_changed_document();
+        killed_member.wait_for_exit(LEADER_TAKEOVER_TIMEOUT).unwrap();
+        self.apply_document_until_acknowledged();
         self.etcd_processes[leader_index] = Some(start_etcd_member(&self.testbed, &self.etcd_members, leader_index));
     }
 
@@ -226,7 +227,7 @@ impl HighAvailabilityEnv {
     }
 
     fn query_status(&self) -> Option<serde_json::Value> {
-        let text = run_at_leader(&self.testbed, 1..=3, &["status", "--format", "json"]).ok()?;
+        let text = run_coreward_at_leader(&self.testbed, 1..=3, &["status", "--format", "json"]).ok()?;
         serde_json::from_str(&text).ok()
     }
 
@@ -266,32 +267,35 @@ fn acknowledged_changes_survive_leader_changes() {
     let mut env = HighAvailabilityEnv::start("ha");
     let initial_server_ids = retry_until_some("a controller leads", || env.query_server_ids());
     let stream_client = env.testbed.start_stream_client(&StreamWorkload::endless(100.0), None).unwrap();
-    let first_leader = env.apply_changed_document();
-    let drain_output = retry_until_some("s3 is drained", || run_at_leader(&env.testbed, 1..=3, &["drain", "s3"]).ok());
+    let first_leader = env.apply_document_until_acknowledged();
+    let drain_output =
+        retry_until_some("s3 is drained", || run_coreward_at_leader(&env.testbed, 1..=3, &["drain", "s3"]).ok());
     assert!(drain_output.starts_with("s3 is drain"), "{drain_output}");
 
     // The leader is killed.
     env.kill_controller(first_leader);
-    let second_leader = env.apply_changed_document();
+    let second_leader = env.apply_document_until_acknowledged();
     assert_ne!(second_leader, first_leader);
     assert_eq!(env.query_servers_drained_by_command(), ["s3"], "the drain is on record");
     env.restart_controller(first_leader);
 
     // The leader is stopped for longer than its lease, and continues when another controller leads.
     env.send_signal(second_leader, Signal::SIGSTOP);
-    let third_leader = env.apply_changed_document();
+    let third_leader = env.apply_document_until_acknowledged();
     assert_ne!(third_leader, second_leader);
     env.send_signal(second_leader, Signal::SIGCONT);
     for _ in 0..20 {
-        let former_leader_result = run_at_leader(&env.testbed, [second_leader], &["fleet", "show"]);
+        let former_leader_result = run_coreward_at_leader(&env.testbed, [second_leader], &["fleet", "show"]);
         assert!(former_leader_result.is_err(), "controller {second_leader} no longer leads");
         sleep_ms(20);
     }
 
     env.apply_change_without_etcd_leader();
-    assert_eventually(TAKEOVER_TIMEOUT, "agents and load balancers are back", || env.are_all_daemons_connected());
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "agents and load balancers are back", || {
+        env.are_all_daemons_connected()
+    });
     let shown_document =
-        retry_until_some("a controller leads", || run_at_leader(&env.testbed, 1..=3, &["fleet", "show"]).ok());
+        retry_until_some("a controller leads", || run_coreward_at_leader(&env.testbed, 1..=3, &["fleet", "show"]).ok());
     // The first line of the output is the generation, and the document follows.
     assert!(shown_document.trim().ends_with(env.applied_document.trim()), "{shown_document}");
     assert_eq!(retry_until_some("a controller leads", || env.query_server_ids()), initial_server_ids);

@@ -2,7 +2,7 @@
 
 use coreward_testbed::{Testbed, find_missing_testbed_rights, skip_if};
 
-use crate::support::load::{start_load_generator, wait_for_report};
+use crate::support::load::{start_load_generator, wait_for_load_report};
 
 #[test]
 fn latency_is_measured_from_the_due_time() -> anyhow::Result<()> {
@@ -14,7 +14,7 @@ fn latency_is_measured_from_the_due_time() -> anyhow::Result<()> {
     // i (D/D/1 at twice its capacity). So latencies are spread evenly from 2 ms to 2 s. A generator that waited for
     // answers would measure 2 ms.
     let load_options = "--rate 1000 --arrivals fixed --seconds 2 --warm-up 0 --timeout 20 --mix GET=1";
-    let report = wait_for_report(start_load_generator(&testbed, load_options)?)?;
+    let report = wait_for_load_report(start_load_generator(&testbed, load_options)?)?;
     assert_eq!((report["requests"].as_u64(), report["lost"].as_u64()), (Some(1999), Some(0)), "{report}");
     for (quantile, expected_ms) in [("p50", 1_000.0), ("p90", 1_800.0), ("p99", 1_980.0), ("max", 2_000.0)] {
         let measured_latency_ms = report["latency_us"][quantile].as_f64().unwrap() / 1e3;

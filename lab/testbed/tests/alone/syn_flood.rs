@@ -9,7 +9,7 @@ use std::time::Duration;
 use coreward_model::consistency::ConsistencyMode;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
 use coreward_testbed::{NetworkNamespace, TestbedOptions, counters, find_missing_testbed_rights, skip_if};
 
 use crate::support::{FleetTestEnv, assert_streams_unbroken, sleep_ms};
@@ -87,8 +87,10 @@ fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };
-    let mut env =
-        FleetTestEnv::start(options, FleetOptions { consistency, policy_name: "rr".to_owned(), ..Default::default() });
+    let mut env = FleetTestEnv::start(
+        options,
+        TestbedFleetOptions { consistency, policy_name: "rr".to_owned(), ..Default::default() },
+    );
     // This route keeps the router from sending an ARP request for each spoofed address.
     let mut ip_command = std::process::Command::new("ip");
     ip_command.args(["route", "add", "blackhole", SPOOFED_SOURCE_PREFIX.0]);

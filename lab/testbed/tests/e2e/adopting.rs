@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use coreward_testbed::addresses::{AddressFamily, SERVICE_ADDRESS, server_address};
 use coreward_testbed::baseline_lb::{self, BaselineLbKind};
-use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::fleet::{Fleet, TestbedFleetOptions};
 use coreward_testbed::http::{HttpConnection, WorkerIdentity};
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::{Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if};
@@ -24,7 +24,7 @@ struct AdoptionTestEnv {
 
 impl AdoptionTestEnv {
     /// Starts servers with nginx behind a load balancer that is not coreward. No agents run.
-    fn start_behind_baseline(
+    fn start_behind_baseline_lb(
         kind: BaselineLbKind,
         instance: &str,
         family: AddressFamily,
@@ -41,7 +41,7 @@ impl AdoptionTestEnv {
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
         let baseline_balancer = testbed.start_baseline_load_balancer(kind).unwrap();
-        testbed.route_vips_to_baseline().unwrap();
+        testbed.route_vips_to_baseline_lb().unwrap();
         (baseline_balancer, Self { _nginx_servers: nginx_servers, testbed })
     }
 
@@ -71,10 +71,10 @@ impl AdoptionTestEnv {
     }
 
     fn start_fleet(&self, fleet_text: &str) -> Fleet {
-        let options = FleetOptions {
+        let options = TestbedFleetOptions {
             policy_name: "rr".to_owned(),
             extra_fleet_text: fleet_text.to_owned(),
-            ..FleetOptions::default()
+            ..TestbedFleetOptions::default()
         };
         Fleet::start(&self.testbed, options).unwrap()
     }
@@ -138,7 +138,7 @@ fn assert_no_connection_broken<const N: usize>(connections: [&mut OpenHttpConnec
 }
 
 /// Waits for the end of wrk and asserts that it got responses. Returns those lines of its output that report errors.
-fn wait_for_wrk(mut wrk: TestbedProcess) -> Vec<String> {
+fn wait_for_wrk_error_lines(mut wrk: TestbedProcess) -> Vec<String> {
     use std::io::Read as _;
     assert!(wrk.wait_for_exit(Duration::from_secs(40)).unwrap().success());
     let mut wrk_output = String::new();
@@ -149,11 +149,11 @@ fn wait_for_wrk(mut wrk: TestbedProcess) -> Vec<String> {
     wrk_output.lines().filter(|line| line.contains("errors") || line.contains("Non-2xx")).map(str::to_owned).collect()
 }
 
-fn migrate_from_config_line(family: AddressFamily) -> String {
+fn format_migrate_from_line(family: AddressFamily) -> String {
     format!("migrate_from = \"{}\"\n", family.host_address(baseline_lb::BASELINE_LB_ADDRESS))
 }
 
-fn migrate_to_config_line(family: AddressFamily) -> String {
+fn format_migrate_to_line(family: AddressFamily) -> String {
     format!("migrate_to = \"{}\"\n", family.host_address(baseline_lb::BASELINE_LB_ADDRESS))
 }
 
@@ -170,13 +170,14 @@ fn live_ipv6_pool_migrates_from_ipvs_and_back() {
 }
 
 fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily) {
-    let (director, env) = AdoptionTestEnv::start_behind_baseline(BaselineLbKind::DirectServerReturn, instance, family);
+    let (director, env) =
+        AdoptionTestEnv::start_behind_baseline_lb(BaselineLbKind::DirectServerReturn, instance, family);
     let wrk_process = env.start_wrk(9);
     let mut connections_before_agents = env.open_connections(40);
     assert_eq!(env.read_tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize]);
 
     // Agents start first, then the load balancer, which gets no packets yet.
-    let mut fleet = env.start_fleet(&migrate_from_config_line(family));
+    let mut fleet = env.start_fleet(&format_migrate_from_line(family));
     assert_no_connection_broken([&mut connections_before_agents], "when the agents came");
     let mut connections_before_move = env.open_connections(40);
 
@@ -193,7 +194,7 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
         [&mut connections_before_agents, &mut connections_before_move, &mut coreward_connections],
         "after earlier connections had passed the director",
     );
-    assert_eq!(wait_for_wrk(wrk_process), Vec::<String>::new());
+    assert_eq!(wait_for_wrk_error_lines(wrk_process), Vec::<String>::new());
 
     // Connections from before the agents end here. Connections that came through the director since then have cookies
     // and no longer need the director.
@@ -218,16 +219,16 @@ fn assert_migration_to_new_director(
 ) {
     let wrk_process = env.start_wrk(9);
     let _new_director = env.testbed.start_baseline_load_balancer(BaselineLbKind::DirectServerReturn).unwrap();
-    env.set_extra_fleet_text_and_wait(&mut fleet, &migrate_to_config_line(family));
+    env.set_extra_fleet_text_and_wait(&mut fleet, &format_migrate_to_line(family));
     assert_eq!(env.read_tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize], "new connections are not stamped");
     let mut connections_during_handover = env.open_connections(40);
     sleep_ms(500);
     assert_no_connection_broken(connections_before.each_mut(), "while it was handed over");
     assert_no_connection_broken([&mut connections_during_handover], "while it was handed over");
-    assert_eq!(wait_for_wrk(wrk_process), Vec::<String>::new());
+    assert_eq!(wait_for_wrk_error_lines(wrk_process), Vec::<String>::new());
     // All of the service's old connections end here.
     drop(connections_before);
-    env.testbed.route_vips_to_baseline().unwrap();
+    env.testbed.route_vips_to_baseline_lb().unwrap();
     assert_no_connection_broken([&mut connections_during_handover], "when the VIP moved back");
     let mut connections_after_handover = env.open_connections(40);
     drop(fleet);
@@ -246,7 +247,7 @@ fn assert_migration_to_new_director(
 fn vip_migrates_from_haproxy_and_back() {
     skip_if!(find_missing_testbed_rights());
     let (_haproxy, env) =
-        AdoptionTestEnv::start_behind_baseline(BaselineLbKind::TcpProxy, "adoptproxy", AddressFamily::Ipv4);
+        AdoptionTestEnv::start_behind_baseline_lb(BaselineLbKind::TcpProxy, "adoptproxy", AddressFamily::Ipv4);
     let mut haproxy_connections = env.open_connections(40);
     // As with plain DNS, these clients connect to servers' own addresses.
     let server_own_address = SocketAddrV4::new(server_address(1), SERVICE_ADDRESS.port());
@@ -260,12 +261,12 @@ fn vip_migrates_from_haproxy_and_back() {
             })
             .unwrap(),
     );
-    let mut fleet = env.start_fleet(&migrate_from_config_line(AddressFamily::Ipv4));
+    let mut fleet = env.start_fleet(&format_migrate_from_line(AddressFamily::Ipv4));
     env.testbed.route_vips_to_load_balancers(&[1]).unwrap();
     assert_no_connection_broken([&mut haproxy_connections, &mut direct_connections], "when the VIP moved");
     let mut coreward_connections = env.open_connections(40);
     assert_eq!(coreward_connections.server_numbers().len(), usize::from(SERVER_COUNT));
-    env.set_extra_fleet_text_and_wait(&mut fleet, &migrate_to_config_line(AddressFamily::Ipv4));
+    env.set_extra_fleet_text_and_wait(&mut fleet, &format_migrate_to_line(AddressFamily::Ipv4));
     let mut connections_after_handback = env.open_connections(40);
     sleep_ms(500);
     assert_no_connection_broken(
@@ -273,7 +274,7 @@ fn vip_migrates_from_haproxy_and_back() {
         "while it was handed over",
     );
     drop(coreward_connections);
-    env.testbed.route_vips_to_baseline().unwrap();
+    env.testbed.route_vips_to_baseline_lb().unwrap();
     assert_no_connection_broken(
         [&mut haproxy_connections, &mut connections_after_handback, &mut direct_connections],
         "when the VIP moved back",

@@ -5,14 +5,16 @@
 use std::path::{Path, PathBuf};
 
 use coreward_metrics::table::Component;
-use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, credential_directory, issue_certificate};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{
+    Fleet, TestbedFleetOptions, certificate_directory, credential_directory, issue_certificate,
+};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
 use coreward_tls::certificate::unix_now;
 use coreward_tls::{FleetIdentity, FleetRole, IdentityName};
 
 use crate::support::{
-    assert_eventually, process_status_field, read_daemon_log, retained_capability_mask, send_requests,
+    assert_eventually, read_daemon_log, read_process_status_field, retained_capability_mask, send_requests,
 };
 
 fn parse_name(name: &str) -> IdentityName {
@@ -103,12 +105,12 @@ fn assert_only_needed_capabilities(fleet: &mut Fleet) {
         let daemon_pid = fleet.daemon_process(name).unwrap().pid();
         for capability_field in ["CapEff:", "CapPrm:", "CapBnd:"] {
             assert_eq!(
-                process_status_field(daemon_pid, capability_field),
+                read_process_status_field(daemon_pid, capability_field),
                 format!("{:016x}", retained_capability_mask(daemon)),
                 "{name} {capability_field}"
             );
         }
-        assert_eq!(process_status_field(daemon_pid, "NoNewPrivs:"), "1", "{name}");
+        assert_eq!(read_process_status_field(daemon_pid, "NoNewPrivs:"), "1", "{name}");
     }
 }
 
@@ -120,7 +122,9 @@ fn assert_agent_is_rejected(testbed: &Testbed, fleet: &mut Fleet, directory: &Pa
     copy_certificates(directory, &credential_directory(testbed, FleetRole::Agent, "s1"));
     fleet.restart_daemon(testbed, "agent-s1").unwrap();
     for ((daemon, log_length), message) in ["controller", "agent-s1"].into_iter().zip(log_lengths).zip(messages) {
-        assert_eventually(*DEFAULT_TIMEOUT, message, || read_daemon_log(testbed, daemon, log_length).contains(message));
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, message, || {
+            read_daemon_log(testbed, daemon, log_length).contains(message)
+        });
     }
 }
 
@@ -133,11 +137,11 @@ fn assert_agent_reconnects_with_valid_certificate(testbed: &Testbed, fleet: &mut
     // Wait for this message before the files change again. A daemon that starts while its files are written finds a key
     // that does not match the certificate, and ends (a unit restarts it).
     let expiry_message = "the peer rejects our certificate: by the peer's clock it has expired";
-    assert_eventually(*DEFAULT_TIMEOUT, expiry_message, || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, expiry_message, || {
         read_daemon_log(testbed, "agent-s1", agent_log_length).contains(expiry_message)
     });
     issue_testbed_certificate(testbed, FleetRole::Agent, "s1", "testbed", CertificateValidity::from_now(DAY));
-    assert_eventually(*DEFAULT_TIMEOUT, "the agent is back", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the agent is back", || {
         read_daemon_log(testbed, "agent-s1", agent_log_length).contains("event=\"controller-connected\"")
     });
     fleet.wait_until_ready(testbed).unwrap();
@@ -154,7 +158,7 @@ fn assert_agent_certificate_is_rejected_for_lb(testbed: &Testbed, fleet: &mut Fl
     );
     fleet.restart_daemon(testbed, "lb1").unwrap();
     let rejection_message = "peer=agent s1 at ";
-    assert_eventually(*DEFAULT_TIMEOUT, rejection_message, || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, rejection_message, || {
         let new_log_lines = read_daemon_log(testbed, "controller", controller_log_length);
         new_log_lines.contains(rejection_message)
             && new_log_lines.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
@@ -167,7 +171,7 @@ fn daemons_reject_peers_with_wrong_certificates() {
     let options = TestbedOptions { instance_name: "tls".to_owned(), server_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = testbed.start_nginx(1).unwrap();
-    let mut fleet = Fleet::start(&testbed, FleetOptions { uses_tls: true, ..Default::default() }).unwrap();
+    let mut fleet = Fleet::start(&testbed, TestbedFleetOptions { uses_tls: true, ..Default::default() }).unwrap();
     send_requests(&testbed, 10);
 
     assert_only_needed_capabilities(&mut fleet);

@@ -2,8 +2,8 @@
 
 use coreward_metrics::table::Component;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{Fleet, FleetOptions, ServerAdminState, systemd_unit_capabilities};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{Fleet, ServerAdminState, TestbedFleetOptions, systemd_unit_capabilities};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{
     assert_eventually, read_effective_capabilities, retained_capability_mask, send_requests, to_capability_mask,
@@ -14,7 +14,7 @@ fn parse_capability(name: &str) -> caps::Capability {
     name.parse().unwrap_or_else(|_| panic!("{name} is no capability"))
 }
 
-fn dispatch_config(testbed: &Testbed) -> String {
+fn build_dispatch_config(testbed: &Testbed) -> String {
     format!(
         "[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\nlisten = \"{SERVICE_ADDRESS}\"\n",
         testbed.pin_directory().join("dispatch").display()
@@ -58,26 +58,29 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
     let _nginx_servers: Vec<_> =
         testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
     let _key_value_server = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
-    let options =
-        FleetOptions { has_unit_capabilities: true, extra_agent_text: dispatch_config(&testbed), ..Default::default() };
+    let options = TestbedFleetOptions {
+        has_only_unit_capabilities: true,
+        extra_agent_text: build_dispatch_config(&testbed),
+        ..Default::default()
+    };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     send_requests(&testbed, 20);
 
     assert_unit_capabilities(&mut fleet);
     // Workers' sockets are found, connections are steered to them, UDP requests are dispatched to them, and no daemon
     // warns.
-    assert_eventually(*DEFAULT_TIMEOUT, "the agent dispatches to both workers", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the agent dispatches to both workers", || {
         let dispatch_workers = query_first_server_status(&fleet, &testbed)["dispatched_services"][0]["workers"]
             .as_array()
             .cloned()
             .unwrap_or_default();
         dispatch_workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
     });
-    assert_eventually(*DEFAULT_TIMEOUT, "the agent has no warnings", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the agent has no warnings", || {
         query_server_warnings(&fleet, &testbed).is_empty()
     });
     // Send more requests, because earlier connections may have arrived before the agent found the workers.
-    assert_eventually(*DEFAULT_TIMEOUT, "connections were steered", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "connections were steered", || {
         send_requests(&testbed, 2);
         query_first_server_status(&fleet, &testbed)["counters"]["steered"].as_u64().unwrap() > 0
     });
@@ -86,7 +89,7 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
     pool.insert(2, ServerAdminState::Draining);
     fleet.set_server_pool(&testbed, pool).unwrap();
     wait_until_configuration_in_force(&fleet, &testbed);
-    assert_eventually(*DEFAULT_TIMEOUT, "the agent has found the other server", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the agent has found the other server", || {
         query_server_warnings(&fleet, &testbed).is_empty()
     });
     // A new process takes over the pins, and detach removes them.

@@ -5,9 +5,9 @@ use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 
 use coreward_model::consistency::ConsistencyMode;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::FleetOptions;
+use coreward_testbed::fleet::TestbedFleetOptions;
 use coreward_testbed::stream::{STREAM_PACKET_BYTES, StreamRequest, stream_content_byte};
-use coreward_testbed::{DEFAULT_TIMEOUT, NetworkNamespace, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, NetworkNamespace, TestbedOptions, find_missing_testbed_rights, skip_if};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
@@ -15,11 +15,11 @@ use crate::support::{FleetTestEnv, assert_eventually, sleep_ms};
 
 fn start_env(instance: &str) -> FleetTestEnv {
     let options = TestbedOptions { instance_name: instance.to_owned(), server_count: 2, ..TestbedOptions::default() };
-    let fleet_options = FleetOptions {
+    let fleet_options = TestbedFleetOptions {
         consistency: ConsistencyMode::Stateful,
         policy_name: "rr".to_owned(),
         extra_load_balancer_text: "connection_timers = { idle = \"2s\", closing = \"1s\" }\n".to_owned(),
-        ..FleetOptions::default()
+        ..TestbedFleetOptions::default()
     };
     FleetTestEnv::start(options, fleet_options)
 }
@@ -29,7 +29,7 @@ fn open_connection(env: &FleetTestEnv) -> TcpStream {
 }
 
 /// Returns the number of connections that `coreward connections` shows.
-fn count_connections(env: &FleetTestEnv) -> usize {
+fn count_table_connections(env: &FleetTestEnv) -> usize {
     let directory = env.testbed.load_balancer_pin_directory(1);
     let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_binary_path().unwrap());
     command.args(["connections", "--service", "web0", "--pin-directory"]).arg(directory);
@@ -46,26 +46,26 @@ fn silent_connection_is_kept_and_closed_connections_are_freed() {
     let env = start_env("silent");
     let mut silent_connection = open_connection(&env);
     let closed_connections: Vec<TcpStream> = (0..5).map(|_| open_connection(&env)).collect();
-    assert_eventually(*DEFAULT_TIMEOUT, "six connections", || count_connections(&env) == 6);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "six connections", || count_table_connections(&env) == 6);
     drop(closed_connections);
-    assert_eventually(*DEFAULT_TIMEOUT, "the closed ones are freed", || count_connections(&env) == 1);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the closed ones are freed", || count_table_connections(&env) == 1);
     // The connection has been idle for several times `idle`, but its server was queried and still has the connection.
     sleep_ms(5_000);
-    assert_eq!(count_connections(&env), 1);
+    assert_eq!(count_table_connections(&env), 1);
     let table_hit_packet_count = env.query_load_balancer_counter("lb1", "connection_table");
     // The client closes while the server still sends, so that the client has the socket in TIME-WAIT. At the server,
     // TIME-WAIT would keep the entry for a minute.
     let request = StreamRequest { content_seed: 7.into(), packet_count: 4_000.into(), duration_us: 4_000_000.into() };
-    silent_connection.set_read_timeout(Some(*DEFAULT_TIMEOUT)).unwrap();
+    silent_connection.set_read_timeout(Some(*DEFAULT_WAIT_TIMEOUT)).unwrap();
     silent_connection.write_all(request.as_bytes()).unwrap();
     let mut response_bytes = vec![0; 4 * STREAM_PACKET_BYTES];
     silent_connection.read_exact(&mut response_bytes).unwrap();
     assert!((0..).zip(&response_bytes).all(|(position, byte)| stream_content_byte(7, position) == *byte));
-    assert_eventually(*DEFAULT_TIMEOUT, "its packets go by the table", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "its packets go by the table", || {
         env.query_load_balancer_counter("lb1", "connection_table") > table_hit_packet_count
     });
     drop(silent_connection);
-    assert_eventually(*DEFAULT_TIMEOUT, "nothing is left", || count_connections(&env) == 0);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "nothing is left", || count_table_connections(&env) == 0);
 }
 
 /// Client address that gets no answers, because no machine has a route to it.
@@ -89,9 +89,9 @@ fn half_open_connections_are_freed_without_a_controller() {
     skip_if!(find_missing_testbed_rights());
     let mut env = start_env("halves");
     let _open_connection = open_connection(&env);
-    assert_eventually(*DEFAULT_TIMEOUT, "a connection", || count_connections(&env) == 1);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "a connection", || count_table_connections(&env) == 1);
     env.fleet.kill_daemon("controller").unwrap();
     (0..20).for_each(|_| send_lone_syn(env.testbed.client()));
-    assert_eventually(*DEFAULT_TIMEOUT, "twenty half-open ones", || count_connections(&env) == 21);
-    assert_eventually(*DEFAULT_TIMEOUT, "they are freed, and no other", || count_connections(&env) == 1);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "twenty half-open ones", || count_table_connections(&env) == 21);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "they are freed, and no other", || count_table_connections(&env) == 1);
 }

@@ -4,11 +4,11 @@
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 
-use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::container::{CONTAINER_RESPONSE_BODY, ServiceContainer};
-use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{FleetTestEnv, assert_eventually};
 
@@ -22,10 +22,11 @@ struct ContainerEnv {
 }
 
 impl ContainerEnv {
-    fn start(instance: &str, options: FleetOptions) -> Self {
+    fn start(instance: &str, options: TestbedFleetOptions) -> Self {
         let testbed_options =
             TestbedOptions { instance_name: instance.to_owned(), server_count: 3, ..TestbedOptions::default() };
-        let env = FleetTestEnv::start(testbed_options, FleetOptions { policy_name: "hash".to_owned(), ..options });
+        let env =
+            FleetTestEnv::start(testbed_options, TestbedFleetOptions { policy_name: "hash".to_owned(), ..options });
         let start_container = |server| {
             let container = env.testbed.start_container(server).unwrap();
             container.set_sysctl(&env.testbed, "net.ipv4.tcp_timestamps", 2).unwrap();
@@ -33,7 +34,7 @@ impl ContainerEnv {
         };
         let running_containers = (1..=3).map(start_container).collect();
         let container_env = Self { _containers: running_containers, env };
-        assert_eventually(*DEFAULT_TIMEOUT, "every container answers", || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "every container answers", || {
             (0..20).all(|_| container_env.query_container().is_ok())
         });
         container_env
@@ -46,8 +47,8 @@ impl ContainerEnv {
     /// Opens a connection to the service, sends one request, and asserts that a container answers it.
     fn query_container(&self) -> anyhow::Result<()> {
         self.env.testbed.client().run_within(|| {
-            let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE_ADDRESS), *DEFAULT_TIMEOUT)?;
-            stream.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
+            let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE_ADDRESS), *DEFAULT_WAIT_TIMEOUT)?;
+            stream.set_read_timeout(Some(*DEFAULT_WAIT_TIMEOUT))?;
             stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
             let mut response_text = String::new();
             stream.read_to_string(&mut response_text)?;
@@ -76,7 +77,7 @@ impl ContainerEnv {
 #[test]
 fn connections_to_containers_survive_a_bucket_change() {
     skip_if!(find_missing_testbed_rights());
-    let mut container_env = ContainerEnv::start("dnat", FleetOptions::default());
+    let mut container_env = ContainerEnv::start("dnat", TestbedFleetOptions::default());
     for timestamps in ["0", "1"] {
         container_env.set_client_timestamps(timestamps);
         container_env.move_buckets_to_third_server();
@@ -95,13 +96,15 @@ fn connections_to_containers_survive_a_bucket_change() {
 fn modes_that_need_host_sockets_are_reported_for_containers() {
     skip_if!(find_missing_testbed_rights());
     let modes_and_warnings = [
-        ("dnatbeamer", ConsistencyMode::Beamer, TimestampOrigin::Server, "bucket changes hands (`consistency"),
-        ("dnatoff", ConsistencyMode::Stateless, TimestampOrigin::Off, "connections without a flow-table entry"),
-        ("dnattable", ConsistencyMode::Stateful, TimestampOrigin::Server, "connections are stateless"),
+        ("dnatbeamer", ConsistencyMode::Beamer, CookieStamper::Server, "bucket changes hands (`consistency"),
+        ("dnatoff", ConsistencyMode::Stateless, CookieStamper::Off, "connections without a flow-table entry"),
+        ("dnattable", ConsistencyMode::Stateful, CookieStamper::Server, "connections are stateless"),
     ];
     for (instance, consistency, timestamps, warning) in modes_and_warnings {
-        let mut container_env =
-            ContainerEnv::start(instance, FleetOptions { consistency, timestamps, ..FleetOptions::default() });
+        let mut container_env = ContainerEnv::start(
+            instance,
+            TestbedFleetOptions { consistency, timestamps, ..TestbedFleetOptions::default() },
+        );
         container_env.move_buckets_to_third_server();
         let connection_errors = container_env.collect_connection_errors();
         assert!(
@@ -110,12 +113,12 @@ fn modes_that_need_host_sockets_are_reported_for_containers() {
             connection_errors.len(),
             connection_errors[0]
         );
-        assert_eventually(*DEFAULT_TIMEOUT, warning, || container_env.has_warning(warning));
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, warning, || container_env.has_warning(warning));
         if consistency == ConsistencyMode::Stateful {
-            assert_eventually(*DEFAULT_TIMEOUT, "cookies hold ids", || {
-                container_env.env.sum_counter("established") > 0
+            assert_eventually(*DEFAULT_WAIT_TIMEOUT, "cookies hold ids", || {
+                container_env.env.sum_lb_counter("established") > 0
             });
-            assert_eq!(container_env.env.sum_counter("connection_table"), 0, "an index could not be restored");
+            assert_eq!(container_env.env.sum_lb_counter("connection_table"), 0, "an index could not be restored");
         }
     }
 }

@@ -8,18 +8,18 @@ use std::time::Duration;
 
 use coreward_etcd::local::{ClientTlsFiles, LocalEtcdMember};
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
-use coreward_testbed::fleet::{certificate_directory, controller_address_of, coreward_binary_path};
+use coreward_testbed::fleet::{certificate_directory, controller_address, coreward_binary_path};
 use coreward_testbed::process::TestbedProcess;
 use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
-use coreward_tls::{CredentialFiles, FleetIdentity, FleetRole, read_certificates};
+use coreward_tls::{FleetIdentity, FleetRole, TlsCredentialFiles, read_certificates};
 use nix::sys::signal::Signal;
 
 use crate::support::assert_eventually;
 
 /// Maximum time until another controller becomes the leader. It is a multiple of the lease's duration, to allow for
 /// slow machines.
-const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
+const LEADER_TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
 /// Maximum time until a process ends, which may first write to etcd. The time is long, because it only prevents a hang.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const FLEET_DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
@@ -31,7 +31,7 @@ const FLEET_DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80
 struct ControllersTlsEnv {
     _etcd_process: TestbedProcess,
     etcd_member: LocalEtcdMember,
-    operator_credentials: CredentialFiles,
+    operator_credentials: TlsCredentialFiles,
     testbed: Testbed,
 }
 
@@ -45,7 +45,7 @@ fn issue_certificate(
     role: FleetRole,
     name: &str,
     address: Option<&str>,
-) -> CredentialFiles {
+) -> TlsCredentialFiles {
     let identity = FleetIdentity { fleet: "testbed".parse().unwrap(), role, name: name.parse().unwrap() };
     let certificate_addresses: Vec<String> = address.into_iter().map(str::to_owned).collect();
     let bundle_directory = directory.join(format!("{role}-{name}"));
@@ -55,7 +55,7 @@ fn issue_certificate(
         .write_files(&bundle_directory, authority)
         .unwrap();
     let bundle_file_path = |name: &str| bundle_directory.join(name);
-    CredentialFiles {
+    TlsCredentialFiles {
         ca_path: bundle_file_path("ca.crt"),
         certificate_path: bundle_file_path("own.crt"),
         key_path: bundle_file_path("own.key"),
@@ -63,7 +63,7 @@ fn issue_certificate(
 }
 
 fn tls_config_table(
-    CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key }: &CredentialFiles,
+    TlsCredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key }: &TlsCredentialFiles,
 ) -> String {
     format!("ca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
 }
@@ -88,7 +88,7 @@ impl ControllersTlsEnv {
         let [member] = &LocalEtcdMember::local_cluster_members(1, CONTROLLER_ADDRESS.into(), 2379)[..] else {
             unreachable!("one")
         };
-        let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = etcd_credentials;
+        let TlsCredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = etcd_credentials;
         let client_tls = ClientTlsFiles { ca_file: ca, certificate_file: certificate, key_file: key };
         let command =
             member.build_secure_start_command(std::slice::from_ref(member), &testbed.directory(), &client_tls);
@@ -97,10 +97,10 @@ impl ControllersTlsEnv {
         Self { _etcd_process: etcd_process, etcd_member: member.clone(), operator_credentials, testbed }
     }
 
-    fn credential_file_paths(&self, role: FleetRole, name: &str) -> CredentialFiles {
+    fn credential_file_paths(&self, role: FleetRole, name: &str) -> TlsCredentialFiles {
         let credential_file_path =
             |file: &str| certificate_directory(&self.testbed).join(format!("{role}-{name}")).join(file);
-        CredentialFiles {
+        TlsCredentialFiles {
             ca_path: credential_file_path("ca.crt"),
             certificate_path: credential_file_path("own.crt"),
             key_path: credential_file_path("own.key"),
@@ -110,7 +110,7 @@ impl ControllersTlsEnv {
     fn write_controller_config(&self, name: &str, number: u16, extra_config: &str) -> PathBuf {
         let config_path = self.testbed.directory().join(format!("{name}.toml"));
         let own_tls_table = tls_config_table(&self.credential_file_paths(FleetRole::Controller, &format!("c{number}")));
-        let (listen, api) = (controller_address_of(number), controller_api_url(number).replace("https://", ""));
+        let (listen, api) = (controller_address(number), controller_api_url(number).replace("https://", ""));
         fs::write(
             &config_path,
             format!("listen = \"{listen}\"\napi = \"{api}\"\n{extra_config}\n[tls]\n{own_tls_table}"),
@@ -126,7 +126,7 @@ impl ControllersTlsEnv {
     }
 
     /// Writes the configuration file of one of several controllers. It authenticates to etcd with `own_credentials`.
-    fn write_etcd_config(&self, name: &str, number: u16, own_credentials: &CredentialFiles) -> PathBuf {
+    fn write_etcd_config(&self, name: &str, number: u16, own_credentials: &TlsCredentialFiles) -> PathBuf {
         let etcd_endpoint = self.etcd_member.secure_endpoint();
         let token_directory = self.testbed.directory();
         let etcd_config = format!(
@@ -163,9 +163,10 @@ impl ControllersTlsEnv {
     }
 
     /// Runs `coreward` with these arguments against these controllers by https, with an operator's certificate.
-    fn run_as_operator(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
+    fn run_coreward_as_operator(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
         let api_urls: Vec<String> = controllers.iter().map(|number| controller_api_url(*number)).collect();
-        let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = &self.operator_credentials;
+        let TlsCredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
+            &self.operator_credentials;
         let [ca, certificate, key] = [ca, certificate, key].map(|file| file.to_str().unwrap());
         let api_urls = api_urls.join(",");
         let contact_options = ["--controller", &api_urls, "--ca", ca, "--certificate", certificate, "--key", key];
@@ -175,12 +176,12 @@ impl ControllersTlsEnv {
     fn apply_document(&self, controllers: &[u16], document: &str) -> Result<String, String> {
         let document_path = self.testbed.directory().join("applied.toml");
         fs::write(&document_path, document).unwrap();
-        self.run_as_operator(controllers, &["apply", "--yes", document_path.to_str().unwrap()])
+        self.run_coreward_as_operator(controllers, &["apply", "--yes", document_path.to_str().unwrap()])
     }
 
     /// Returns the names of the servers that are drained by `coreward drain`, or `None` if no controller is the leader.
     fn query_servers_drained_by_command(&self, controllers: &[u16]) -> Option<Vec<String>> {
-        let text = self.run_as_operator(controllers, &["status", "--format", "json"]).ok()?;
+        let text = self.run_coreward_as_operator(controllers, &["status", "--format", "json"]).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).unwrap();
         let servers = status["servers"].as_array().unwrap().iter();
         let drained_servers = servers.filter(|server| server["state_reason"] == "by `coreward drain`");
@@ -196,7 +197,7 @@ impl ControllersTlsEnv {
     fn query_leader_and_rejections(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
         let (mut leaders, mut rejections) = (Vec::new(), Vec::new());
         for number in controllers {
-            match self.run_as_operator(&[*number], &["fleet", "show"]) {
+            match self.run_coreward_as_operator(&[*number], &["fleet", "show"]) {
                 Ok(_) => leaders.push(*number),
                 Err(error) => rejections.push(error),
             }
@@ -208,11 +209,11 @@ impl ControllersTlsEnv {
 /// Waits until all followers name the leader and the address of its API. Returns the leader's number.
 fn wait_until_followers_name_leader(env: &ControllersTlsEnv, controller_numbers: &[u16]) -> u16 {
     let mut leader_number = 0;
-    assert_eventually(TAKEOVER_TIMEOUT, "the others name the leader", || {
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "the others name the leader", || {
         let Some((leader, rejections)) = env.query_leader_and_rejections(controller_numbers) else { return false };
         leader_number = leader;
         let expected_hint =
-            format!("{} (API: {}) does", controller_address_of(leader_number), controller_api_url(leader_number));
+            format!("{} (API: {}) does", controller_address(leader_number), controller_api_url(leader_number));
         rejections.iter().all(|rejection| rejection.contains(&expected_hint))
     });
     leader_number
@@ -232,18 +233,18 @@ fn assert_follower_rejects_revoked_certificate(
         follower.send_signal(Signal::SIGHUP).unwrap();
     };
     let is_operator_revoked =
-        || env.run_as_operator(&[follower_number], &["status"]).is_err_and(|error| error.contains("revoked"));
+        || env.run_coreward_as_operator(&[follower_number], &["status"]).is_err_and(|error| error.contains("revoked"));
     write_and_reload(&format!("revoked_certificates = [\"{operator_fingerprint}\"]\n{text}"));
-    assert_eventually(TAKEOVER_TIMEOUT, "it is rejected", is_operator_revoked);
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "it is rejected", is_operator_revoked);
     write_and_reload(&text);
-    assert_eventually(TAKEOVER_TIMEOUT, "it is no longer rejected", || !is_operator_revoked());
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "it is no longer rejected", || !is_operator_revoked());
 }
 
 /// Waits until a leader answers, and returns the names of the servers that are drained by `coreward drain`.
 fn wait_for_drained_servers(env: &ControllersTlsEnv, controller_numbers: &[u16]) -> Vec<String> {
     // Repeat the query, because the test compares only leaders' answers.
     let mut drained_servers = None;
-    assert_eventually(TAKEOVER_TIMEOUT, "a leader answers", || {
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "a leader answers", || {
         drained_servers = env.query_servers_drained_by_command(controller_numbers);
         drained_servers.is_some()
     });
@@ -272,8 +273,9 @@ fn copy_state_from_etcd_to_store(
 /// tunnel, or for a host that the certificate does not name.
 fn assert_controller_name_is_verified(env: &ControllersTlsEnv) {
     let name_option = ["--controller-name", "c1"];
-    env.run_as_operator(&[1], &[&["fleet", "show"][..], &name_option].concat()).unwrap();
-    let wrong_name_error = env.run_as_operator(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
+    env.run_coreward_as_operator(&[1], &[&["fleet", "show"][..], &name_option].concat()).unwrap();
+    let wrong_name_error =
+        env.run_coreward_as_operator(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
     let expected_error = format!("its certificate is for controller c1 at {CONTROLLER_ADDRESS}: expected one for c2");
     assert!(wrong_name_error.contains(&expected_error), "{wrong_name_error}");
 }
@@ -287,10 +289,10 @@ fn replace_single_controller(
     let [store_config, etcd_config] =
         [store_config_path, etcd_config_paths[0].as_path()].map(|path| path.to_str().unwrap());
     let mut single_controller = env.start_controller(store_config_path);
-    assert_eventually(TAKEOVER_TIMEOUT, "the document is in force", || {
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "the document is in force", || {
         env.apply_document(&[1], FLEET_DOCUMENT).is_ok()
     });
-    env.run_as_operator(&[1], &["drain", "s1", "--force"]).unwrap();
+    env.run_coreward_as_operator(&[1], &["drain", "s1", "--force"]).unwrap();
     assert_eq!(env.query_servers_drained_by_command(&[1]).unwrap(), ["s1"]);
     assert!(single_controller.terminate(EXIT_TIMEOUT).unwrap().success());
     let copy_output = env.run_coreward(&["store", "copy", "--from", store_config, "--to", etcd_config]).unwrap();
@@ -308,12 +310,12 @@ fn assert_drains_outlive_leader(
 ) {
     leader.send_signal(Signal::SIGKILL).unwrap();
     leader.wait_for_exit(EXIT_TIMEOUT).unwrap();
-    assert_eventually(TAKEOVER_TIMEOUT, "the next one takes a change", || {
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "the next one takes a change", || {
         env.apply_document(controller_numbers, changed_document).is_ok()
     });
     assert_eq!(wait_for_drained_servers(env, controller_numbers), ["s1", "s2"]);
-    assert_eventually(TAKEOVER_TIMEOUT, "s2 is undrained", || {
-        env.run_as_operator(controller_numbers, &["undrain", "s2"]).is_ok()
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "s2 is undrained", || {
+        env.run_coreward_as_operator(controller_numbers, &["undrain", "s2"]).is_ok()
     });
 }
 
@@ -329,11 +331,11 @@ fn commands_find_leader_and_drains_survive_its_death() {
     });
 
     let mut controller_processes = replace_single_controller(&env, &store_config_path, &etcd_config_paths);
-    assert_eventually(TAKEOVER_TIMEOUT, "the drain came along", || {
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "the drain came along", || {
         env.query_servers_drained_by_command(&controller_numbers) == Some(vec!["s1".to_owned()])
     });
-    assert_eventually(TAKEOVER_TIMEOUT, "s2 is drained", || {
-        env.run_as_operator(&controller_numbers, &["drain", "s2", "--force"]).is_ok()
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "s2 is drained", || {
+        env.run_coreward_as_operator(&controller_numbers, &["drain", "s2", "--force"]).is_ok()
     });
 
     let leader_number = wait_until_followers_name_leader(&env, &controller_numbers);
@@ -347,16 +349,16 @@ fn commands_find_leader_and_drains_survive_its_death() {
     assert_drains_outlive_leader(&env, &controller_numbers, leader, &changed_document);
     let other_controllers: Vec<u16> =
         controller_numbers.into_iter().filter(|number| *number != leader_number).collect();
-    assert_eventually(TAKEOVER_TIMEOUT, "one of the others leads", || {
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "one of the others leads", || {
         env.query_leader_and_rejections(&other_controllers).is_some()
     });
 
     copy_state_from_etcd_to_store(&env, &mut controller_processes, &etcd_config_paths[0], &store_config_path);
     let _single_controller = env.start_controller(&store_config_path);
-    assert_eventually(TAKEOVER_TIMEOUT, "the drain is there still", || {
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "the drain is there still", || {
         env.query_servers_drained_by_command(&[1]) == Some(vec!["s1".to_owned()])
     });
-    let shown_document = env.run_as_operator(&[1], &["fleet", "show"]).unwrap();
+    let shown_document = env.run_coreward_as_operator(&[1], &["fleet", "show"]).unwrap();
     assert!(shown_document.trim().ends_with(changed_document.trim()), "{shown_document}");
     assert_controller_name_is_verified(&env);
 }
@@ -376,7 +378,7 @@ fn assert_rejection_is_reported(env: &ControllersTlsEnv, config_path: &Path, exp
             && log_text.contains(&etcd_endpoint)
             && log_text.contains(expected_reason)
     };
-    assert_eventually(TAKEOVER_TIMEOUT, expected_reason, is_reported);
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, expected_reason, is_reported);
     assert!(controller.terminate(EXIT_TIMEOUT).unwrap().success(), "{}", read_controller_log(config_path));
     let doctor_output = env.run_failing_doctor(config_path);
     assert!(doctor_output.contains(expected_reason), "{doctor_output}");
@@ -391,9 +393,9 @@ fn controller_rejected_by_etcd_reports_the_reason() {
         issue_certificate(&create_authority(&foreign_directory), &foreign_directory, FleetRole::Controller, "c1", None);
     let own_credentials = env.credential_file_paths(FleetRole::Controller, "c1");
     let credentials_untrusted_by_etcd =
-        CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() };
+        TlsCredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() };
     let credentials_distrusting_etcd =
-        CredentialFiles { ca_path: foreign_credentials.ca_path.clone(), ..own_credentials.clone() };
+        TlsCredentialFiles { ca_path: foreign_credentials.ca_path.clone(), ..own_credentials.clone() };
     for (name, files, expected) in [
         ("foreign", credentials_untrusted_by_etcd, "etcd rejects our certificate, or that we show none"),
         ("misled", credentials_distrusting_etcd, "its certificate is signed by no authority in `ca`"),
@@ -405,13 +407,15 @@ fn controller_rejected_by_etcd_reports_the_reason() {
     let config_path = env.write_etcd_config(
         "renewed",
         1,
-        &CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() },
+        &TlsCredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() },
     );
     let _controller = env.start_controller(&config_path);
-    assert_eventually(TAKEOVER_TIMEOUT, "it is rejected", || {
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "it is rejected", || {
         read_controller_log(&config_path).contains("etcd rejects our certificate")
     });
     fs::copy(&own_credentials.certificate_path, &foreign_credentials.certificate_path).unwrap();
     fs::copy(&own_credentials.key_path, &foreign_credentials.key_path).unwrap();
-    assert_eventually(TAKEOVER_TIMEOUT, "it leads", || env.run_as_operator(&[1], &["fleet", "show"]).is_ok());
+    assert_eventually(LEADER_TAKEOVER_TIMEOUT, "it leads", || {
+        env.run_coreward_as_operator(&[1], &["fleet", "show"]).is_ok()
+    });
 }

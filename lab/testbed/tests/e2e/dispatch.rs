@@ -2,15 +2,15 @@
 //! configuration file to `coreward status`.
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{Fleet, FleetOptions, build_operator_command};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{Fleet, TestbedFleetOptions, build_operator_command};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, find_missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::support::assert_eventually;
-use crate::support::load::{start_load_generator, wait_for_report};
+use crate::support::load::{start_load_generator, wait_for_load_report};
 
-fn dispatch_config(testbed: &Testbed, policy: &str) -> String {
+fn build_dispatch_config(testbed: &Testbed, policy: &str) -> String {
     let pin_directory = testbed.pin_directory().join("dispatch");
     let service_config =
         format!("listen = \"{SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 4, bytes = 4 }}\n");
@@ -57,7 +57,7 @@ fn assert_workers_answered_all_requests(dispatched_services: &Value, worker_pids
 
 /// Sends requests to the server, asserts that it answers all of them, and returns the load generator's report.
 fn run_load_without_loss(testbed: &Testbed, load_options: &str) -> anyhow::Result<Value> {
-    let load_report = wait_for_report(start_load_generator(testbed, load_options)?)?;
+    let load_report = wait_for_load_report(start_load_generator(testbed, load_options)?)?;
     assert_eq!(load_report["lost"], 0, "{load_report}");
     Ok(load_report)
 }
@@ -69,14 +69,17 @@ fn agent_applies_its_dispatch_configuration() -> anyhow::Result<()> {
     let server_options = ["--workers", "4", "--paced", "--service-us", "GET=300"];
     let server =
         testbed.start_key_value_server(1, &[&server_options[..], &["--receive-buffer", "16000000"]].concat())?;
-    let agent_config = dispatch_config(&testbed, "jsq");
-    let mut fleet = Fleet::start(&testbed, FleetOptions { extra_agent_text: agent_config, ..FleetOptions::default() })?;
+    let agent_config = build_dispatch_config(&testbed, "jsq");
+    let mut fleet = Fleet::start(
+        &testbed,
+        TestbedFleetOptions { extra_agent_text: agent_config, ..TestbedFleetOptions::default() },
+    )?;
     // The load generator sends requests to the server directly, without the load balancer.
-    assert_eventually(*DEFAULT_TIMEOUT, "four workers get requests", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "four workers get requests", || {
         count_eligible_workers(&query_dispatch_status(&fleet, &testbed)) == 4
     });
     let load_report = run_load_without_loss(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?;
-    assert_eventually(*DEFAULT_TIMEOUT, "the agent reports that all are answered", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the agent reports that all are answered", || {
         sum_over_workers(&query_dispatch_status(&fleet, &testbed), "completed")
             == load_report["requests"].as_u64().unwrap()
     });
@@ -100,7 +103,7 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
     let config_before = std::fs::read_to_string(testbed.directory().join("agent-s1.toml"))?;
     let completed_count_before = sum_over_workers(&query_dispatch_status(fleet, testbed), "completed");
     reload_agent_config(testbed, fleet, &config_before.replace("\"jsq\"", "\"rr\""))?;
-    assert_eventually(*DEFAULT_TIMEOUT, "the policy has changed", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the policy has changed", || {
         query_dispatch_status(fleet, testbed)[0]["policy"] == "rr"
     });
     assert_eq!(
@@ -112,14 +115,14 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
     reload_agent_config(testbed, fleet, &config_before.replace("\"jsq\"", "\"jsk\""))?;
     let load_report = run_load_without_loss(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?;
     let expected_completed_count = completed_count_before + load_report["requests"].as_u64().unwrap();
-    assert_eventually(*DEFAULT_TIMEOUT, "they are counted", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "they are counted", || {
         sum_over_workers(&query_dispatch_status(fleet, testbed), "completed") == expected_completed_count
     });
     assert_eq!(query_dispatch_status(fleet, testbed)[0]["policy"], "rr");
 
     // A new agent process takes over the request counters. Its start rewrites the configuration file.
     fleet.upgrade_daemon(testbed, "agent-s1")?;
-    assert_eventually(*DEFAULT_TIMEOUT, "the new agent dispatches", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the new agent dispatches", || {
         query_dispatch_status(fleet, testbed)[0]["policy"] == "jsq"
     });
     assert_eq!(
@@ -132,7 +135,7 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
 
     // Without [dispatch] the kernel selects the worker, and no state remains.
     reload_agent_config(testbed, fleet, config_before.split("[dispatch]").next().unwrap())?;
-    assert_eventually(*DEFAULT_TIMEOUT, "nothing is dispatched", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "nothing is dispatched", || {
         query_dispatch_status(fleet, testbed).as_array().is_some_and(Vec::is_empty)
     });
     assert!(!testbed.pin_directory().join("dispatch").exists());

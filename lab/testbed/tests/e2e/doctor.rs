@@ -11,8 +11,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use coreward_testbed::addresses::{CONTROLLER_ADDRESS, FIRST_IPV4_VIP, HOST_DEVICE, load_balancer_address};
-use coreward_testbed::fleet::{Fleet, FleetOptions, first_controller_address};
-use coreward_testbed::rss_emulation::attach_xdp_pass;
+use coreward_testbed::fleet::{Fleet, TestbedFleetOptions, first_controller_address};
+use coreward_testbed::rss_emulation::attach_xdp_pass_program;
 use coreward_testbed::{
     NetworkNamespace, Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if,
 };
@@ -33,7 +33,7 @@ const RUN_DOCTOR_SCRIPT: &str =
     "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum DoctorConditions {
+enum DoctorTestConditions {
     Normal,
     WithoutBpfFileSystem,
     LowFileLimit,
@@ -59,14 +59,19 @@ struct DoctorTestEnv {
 
 impl DoctorTestEnv {
     /// Returns the command that runs `coreward doctor` in its own mount namespace.
-    fn build_doctor_command(&self, config: &Path, conditions: DoctorConditions, extra_arguments: &[&str]) -> Command {
-        let limit_script = if conditions == DoctorConditions::LowFileLimit { "ulimit -n 256; " } else { "" };
-        let mount_script = if conditions == DoctorConditions::WithoutBpfFileSystem { "" } else { MOUNT_BPF_SCRIPT };
+    fn build_doctor_command(
+        &self,
+        config: &Path,
+        conditions: DoctorTestConditions,
+        extra_arguments: &[&str],
+    ) -> Command {
+        let limit_script = if conditions == DoctorTestConditions::LowFileLimit { "ulimit -n 256; " } else { "" };
+        let mount_script = if conditions == DoctorTestConditions::WithoutBpfFileSystem { "" } else { MOUNT_BPF_SCRIPT };
         let mut command = Command::new("unshare");
         command.args(["--mount", "--propagation", "private", "sh", "-c"]);
         command.arg(format!("{ENTER_NAMESPACES_SCRIPT}{mount_script}{limit_script}{RUN_DOCTOR_SCRIPT}"));
         command.arg("sh").arg(&self.mount_point);
-        if conditions == DoctorConditions::WithoutCapabilities {
+        if conditions == DoctorTestConditions::WithoutCapabilities {
             command.args(["setpriv", "--bounding-set", "-bpf,-perfmon,-sys_admin"]);
         }
         command.arg(coreward_testbed::fleet::coreward_binary_path().unwrap());
@@ -79,7 +84,7 @@ impl DoctorTestEnv {
         &self,
         host: &NetworkNamespace,
         config: &Path,
-        conditions: DoctorConditions,
+        conditions: DoctorTestConditions,
         extra_arguments: &[&str],
     ) -> DoctorReport {
         let command = self.build_doctor_command(config, conditions, extra_arguments);
@@ -125,7 +130,7 @@ impl DoctorTestEnv {
         self.testbed.server(1).unwrap()
     }
 
-    fn run_script_with_own_sys(&self, host: &NetworkNamespace, script: &str) {
+    fn run_script_with_private_sysfs(&self, host: &NetworkNamespace, script: &str) {
         let mut command = Command::new("unshare");
         let script_with_mount = format!("mount -t sysfs sysfs /sys; {script}");
         command.args(["--mount", "--propagation", "private", "sh", "-ec", &script_with_mount]);
@@ -182,7 +187,7 @@ struct CheckedHost {
 
 impl CheckedHost {
     fn new(env: &DoctorTestEnv, host: &NetworkNamespace, config_path: PathBuf) -> Self {
-        let baseline_report = env.run_doctor(host, &config_path, DoctorConditions::Normal, &[]);
+        let baseline_report = env.run_doctor(host, &config_path, DoctorTestConditions::Normal, &[]);
         assert!(baseline_report.is_success, "{}: {baseline_report:?}", config_path.display());
         Self { namespace: host.clone(), config_path, baseline_report }
     }
@@ -193,7 +198,7 @@ impl CheckedHost {
         env: &DoctorTestEnv,
         description: &str,
         check: &str,
-        conditions: DoctorConditions,
+        conditions: DoctorTestConditions,
         extra_arguments: &[&str],
     ) {
         let doctor_report = env.run_doctor(&self.namespace, &self.config_path, conditions, extra_arguments);
@@ -223,7 +228,7 @@ impl CheckedHost {
     }
 
     fn assert_no_new_finding(&self, env: &DoctorTestEnv, previous_step: &str) {
-        let doctor_report = env.run_doctor(&self.namespace, &self.config_path, DoctorConditions::Normal, &[]);
+        let doctor_report = env.run_doctor(&self.namespace, &self.config_path, DoctorTestConditions::Normal, &[]);
         let collect_check_names = |report: &DoctorReport| report.findings.keys().cloned().collect::<Vec<_>>();
         env.record_failure_unless(
             collect_check_names(&doctor_report) == collect_check_names(&self.baseline_report),
@@ -234,7 +239,7 @@ impl CheckedHost {
     /// Injects a fault by a shell script, asserts that doctor detects it, and undoes it by a second script.
     fn assert_fault_detected(&self, env: &DoctorTestEnv, check: &str, inject_script: &str, undo_script: &str) {
         env.run_script(&self.namespace, inject_script);
-        self.assert_only_new_finding(env, inject_script, check, DoctorConditions::Normal, &[]);
+        self.assert_only_new_finding(env, inject_script, check, DoctorTestConditions::Normal, &[]);
         env.run_script(&self.namespace, undo_script);
         self.assert_no_new_finding(env, inject_script);
     }
@@ -245,7 +250,7 @@ impl CheckedHost {
         env: &DoctorTestEnv,
         check: &str,
         inject_script: &str,
-        conditions: DoctorConditions,
+        conditions: DoctorTestConditions,
     ) -> DoctorReport {
         self.assert_only_new_finding(env, inject_script, check, conditions, &[]);
         let doctor_report = env.run_doctor(&self.namespace, &self.config_path, conditions, &["--fix"]);
@@ -276,8 +281,11 @@ fn start_env() -> (DoctorTestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) 
     let server_routes =
         [("ipv4/ip_forward", "1"), ("ipv4/conf/all/send_redirects", "0"), ("ipv4/conf/eth0/send_redirects", "0")];
     testbed.load_balancer(1).unwrap().set_sysctls(&server_routes).unwrap();
-    let fleet_options =
-        FleetOptions { extra_fleet_text: lb_stamped_service, runs_agents: false, ..FleetOptions::default() };
+    let fleet_options = TestbedFleetOptions {
+        extra_fleet_text: lb_stamped_service,
+        runs_agents: false,
+        ..TestbedFleetOptions::default()
+    };
     let fleet = Fleet::start(&testbed, fleet_options).unwrap();
     // Add a load balancer without a daemon, which doctor checks before the daemon's first start.
     let second_lb = testbed.add_load_balancer().unwrap();
@@ -293,7 +301,7 @@ fn start_env() -> (DoctorTestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) 
          rss = {{ source = \"testbed\", path = \"{}\" }}\n",
         first_controller_address(),
         pin_directory.display(),
-        testbed.emulated_rss_path(1).display(),
+        testbed.emulated_rss_pin_path(1).display(),
     );
     fs::write(directory.join("doctor-s1.toml"), agent_config).unwrap();
     let mount_point = directory.join("doctor-bpf");
@@ -322,7 +330,7 @@ fn doctor_names_every_injected_misconfiguration() {
     let doctor_report = env.run_doctor(
         env.testbed.load_balancer(1).unwrap(),
         &env.testbed.directory().join("lb1.toml"),
-        DoctorConditions::Normal,
+        DoctorTestConditions::Normal,
         &[],
     );
     assert!(doctor_report.is_success, "{doctor_report:?}");
@@ -330,7 +338,7 @@ fn doctor_names_every_injected_misconfiguration() {
     let agent_config_path = env.testbed.directory().join("agent-s1.toml");
     let state_pin = env.testbed.pin_directory().join("agent-s1/server/state");
     assert_eventually(Duration::from_secs(30), "the agent has pinned its state", || state_pin.exists());
-    let doctor_report = env.run_doctor(env.server_host(), &agent_config_path, DoctorConditions::Normal, &[]);
+    let doctor_report = env.run_doctor(env.server_host(), &agent_config_path, DoctorTestConditions::Normal, &[]);
     assert!(doctor_report.is_success, "{doctor_report:?}");
     check_frames_dropped_by_veth(&env);
     let failures = env.failures.take();
@@ -354,12 +362,13 @@ fn check_frames_dropped_by_veth(env: &DoctorTestEnv) {
             "a connection through a switch that takes no frames"
         );
         let doctor_report =
-            env.run_doctor(env.testbed.load_balancer(1).unwrap(), &lb_config_path, DoctorConditions::Normal, &[]);
+            env.run_doctor(env.testbed.load_balancer(1).unwrap(), &lb_config_path, DoctorTestConditions::Normal, &[]);
         doctor_report.findings.contains_key("xdp-send")
     });
     // With GRO alone, veth accepts the frames and delivers none.
     env.run_script(env.testbed.switch(), "ethtool -K lb1 gro on");
-    let report = env.run_doctor(env.testbed.load_balancer(1).unwrap(), &lb_config_path, DoctorConditions::Normal, &[]);
+    let report =
+        env.run_doctor(env.testbed.load_balancer(1).unwrap(), &lb_config_path, DoctorTestConditions::Normal, &[]);
     let is_missing_xdp_program_reported =
         report.findings.get("xdp-send").is_some_and(|finding_text| finding_text.contains("has no XDP program"));
     env.record_failure_unless(is_missing_xdp_program_reported, || {
@@ -387,7 +396,7 @@ fn check_server_addresses(env: &DoctorTestEnv, server: &CheckedHost) {
             |device: &str, value: &str| format!("echo {value} > /proc/sys/net/ipv4/conf/{device}/{name}");
         env.run_script(&server.namespace, &set_sysctl_command("all", "0"));
         let doctor_report =
-            server.assert_fault_fixed(env, check, &set_sysctl_command("all", "0"), DoctorConditions::Normal);
+            server.assert_fault_fixed(env, check, &set_sysctl_command("all", "0"), DoctorTestConditions::Normal);
         if Path::new("/etc/sysctl.d").is_dir() {
             env.record_failure_unless(
                 doctor_report
@@ -407,8 +416,8 @@ fn check_server_addresses(env: &DoctorTestEnv, server: &CheckedHost) {
 fn check_steering(env: &DoctorTestEnv, server: &CheckedHost) {
     let steering_command = format!("echo 3 > /sys/class/net/{HOST_DEVICE}/queues/rx-0/rps_cpus");
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
-        env.run_script_with_own_sys(&server.namespace, &steering_command);
-        server.assert_fault_fixed(env, "rps", &steering_command, DoctorConditions::Normal);
+        env.run_script_with_private_sysfs(&server.namespace, &steering_command);
+        server.assert_fault_fixed(env, "rps", &steering_command, DoctorTestConditions::Normal);
         server.assert_no_new_finding(env, &steering_command);
         server.assert_fault_detected(
             env,
@@ -447,7 +456,7 @@ fn check_pins(env: &DoctorTestEnv, server: &CheckedHost) {
         env,
         "a map of 64 bytes is pinned as the server's state",
         "pins",
-        DoctorConditions::Normal,
+        DoctorTestConditions::Normal,
         &[],
     );
     fs::remove_file(&state_pin).unwrap();
@@ -470,20 +479,26 @@ fn check_server_kernel(env: &DoctorTestEnv, server: &CheckedHost) {
         env,
         "a port at which no controller listens",
         "controller",
-        DoctorConditions::Normal,
+        DoctorTestConditions::Normal,
         &["--controller", &unused_address],
     );
 }
 
 fn check_server_workers(env: &mut DoctorTestEnv, server: &CheckedHost) {
     env.stop_nginx();
-    server.assert_only_new_finding(env, "no process listens", "listeners", DoctorConditions::Normal, &[]);
+    server.assert_only_new_finding(env, "no process listens", "listeners", DoctorTestConditions::Normal, &[]);
     env.start_nginx(true, false);
-    server.assert_only_new_finding(env, "sockets without SO_REUSEPORT", "listeners", DoctorConditions::Normal, &[]);
+    server.assert_only_new_finding(env, "sockets without SO_REUSEPORT", "listeners", DoctorTestConditions::Normal, &[]);
     // On a machine with one CPU every worker is pinned.
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
         env.start_nginx(false, true);
-        server.assert_only_new_finding(env, "workers that are not pinned", "workers", DoctorConditions::Normal, &[]);
+        server.assert_only_new_finding(
+            env,
+            "workers that are not pinned",
+            "workers",
+            DoctorTestConditions::Normal,
+            &[],
+        );
     }
     env.start_nginx(true, true);
     server.assert_no_new_finding(env, "workers");
@@ -494,31 +509,36 @@ fn check_server_workers(env: &mut DoctorTestEnv, server: &CheckedHost) {
 }
 
 fn check_load_balancer(env: &DoctorTestEnv, balancer: &CheckedHost) {
-    balancer.assert_only_new_finding(env, "ulimit -n 256", "open-files", DoctorConditions::LowFileLimit, &[]);
+    balancer.assert_only_new_finding(env, "ulimit -n 256", "open-files", DoctorTestConditions::LowFileLimit, &[]);
     balancer.assert_only_new_finding(
         env,
         "no CAP_BPF, no CAP_PERFMON",
         "rights",
-        DoctorConditions::WithoutCapabilities,
+        DoctorTestConditions::WithoutCapabilities,
         &[],
     );
-    balancer.assert_fault_fixed(env, "bpf-file-system", "no BPF file system", DoctorConditions::WithoutBpfFileSystem);
+    balancer.assert_fault_fixed(
+        env,
+        "bpf-file-system",
+        "no BPF file system",
+        DoctorTestConditions::WithoutBpfFileSystem,
+    );
     balancer.assert_only_new_finding(
         env,
         "an interface that is not there",
         "interface",
-        DoctorConditions::Normal,
+        DoctorTestConditions::Normal,
         &["--interface", "nonexistent0"],
     );
-    attach_xdp_pass(&balancer.namespace, HOST_DEVICE).unwrap();
-    balancer.assert_only_new_finding(env, "another XDP program", "xdp", DoctorConditions::Normal, &[]);
+    attach_xdp_pass_program(&balancer.namespace, HOST_DEVICE).unwrap();
+    balancer.assert_only_new_finding(env, "another XDP program", "xdp", DoctorTestConditions::Normal, &[]);
     env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} xdp off"));
     balancer.assert_no_new_finding(env, "xdp");
     // Remove the switch's XDP program first, because veth rejects such an MTU with a program at either end.
     env.run_script(env.testbed.switch(), "ip link set dev lb2 xdp off");
     env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} mtu 9000"));
     let native_mode_host = balancer.with_replaced_config_text(&[], "xdp_mode = \"native\"\n");
-    native_mode_host.assert_only_new_finding(env, "an MTU of 9000", "mtu", DoctorConditions::Normal, &[]);
+    native_mode_host.assert_only_new_finding(env, "an MTU of 9000", "mtu", DoctorTestConditions::Normal, &[]);
     env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} mtu 1500"));
     balancer.assert_no_new_finding(env, "mtu");
 }
@@ -556,6 +576,6 @@ fn check_load_balancer_addresses(env: &DoctorTestEnv, balancer: &CheckedHost) {
     );
     let redirects_command = "echo 1 > /proc/sys/net/ipv4/conf/all/send_redirects";
     env.run_script(&balancer.namespace, redirects_command);
-    balancer.assert_fault_fixed(env, "send-redirects", redirects_command, DoctorConditions::Normal);
+    balancer.assert_fault_fixed(env, "send-redirects", redirects_command, DoctorTestConditions::Normal);
     balancer.assert_no_new_finding(env, redirects_command);
 }

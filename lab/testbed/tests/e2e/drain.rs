@@ -6,10 +6,10 @@ use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_binary_path};
+use coreward_testbed::fleet::{Fleet, TestbedFleetOptions, coreward_binary_path};
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::process::TestbedProcess;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -27,20 +27,20 @@ struct DrainTestEnv {
 
 impl DrainTestEnv {
     fn start(instance: &str) -> Self {
-        Self::start_with_options(instance, FleetOptions::default())
+        Self::start_with_options(instance, TestbedFleetOptions::default())
     }
 
-    fn start_with_options(instance: &str, fleet: FleetOptions) -> Self {
+    fn start_with_options(instance: &str, fleet: TestbedFleetOptions) -> Self {
         let options = TestbedOptions { instance_name: instance.to_owned(), server_count: 2, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
-        let fleet_options = FleetOptions { policy_name: "rr".to_owned(), ..fleet };
+        let fleet_options = TestbedFleetOptions { policy_name: "rr".to_owned(), ..fleet };
         let fleet = Fleet::start(&testbed, fleet_options).unwrap();
         Self { fleet, _nginx_servers: nginx_servers, testbed }
     }
 
-    fn is_only_server(&self, server: u16) -> bool {
+    fn is_only_pool_server(&self, server: u16) -> bool {
         open_keepalive_connections(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == server)
     }
 
@@ -92,17 +92,17 @@ impl BackgroundCommand {
             output_text = self.read_output();
             output_text.contains(expected_text)
         };
-        assert_eventually(*DEFAULT_TIMEOUT, &format!("{expected_text:?}"), has_expected_text);
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, &format!("{expected_text:?}"), has_expected_text);
     }
 
     /// Waits for the end of the command. Returns whether the command succeeded, and its output.
     fn wait_for_end(&mut self) -> (bool, String) {
-        let exit_status = self.process.wait_for_exit(*DEFAULT_TIMEOUT).unwrap();
+        let exit_status = self.process.wait_for_exit(*DEFAULT_WAIT_TIMEOUT).unwrap();
         (exit_status.success(), self.read_output())
     }
 }
 
-fn partition_by_server(
+fn partition_connections_by_server(
     connections: ConnectionsAndWorkers,
     server: u16,
 ) -> (ConnectionsAndWorkers, ConnectionsAndWorkers) {
@@ -114,11 +114,11 @@ fn drain_ends_when_the_last_connection_closes() {
     skip_if!(find_missing_testbed_rights());
     let mut env = DrainTestEnv::start("drained");
     let (mut connections_to_s1, mut connections_to_s2) =
-        partition_by_server(open_connections_at_each_server(&env.testbed, &[1, 2], 2), 1);
+        partition_connections_by_server(open_connections_at_each_server(&env.testbed, &[1, 2], 2), 1);
     let open_connection_count = connections_to_s1.len();
     let mut waiting_command = env.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
     waiting_command.wait_for_output(&format!("s1 is draining: {open_connection_count} connections remain\n"));
-    assert!(env.is_only_server(2));
+    assert!(env.is_only_pool_server(2));
 
     env.fleet.kill_daemon("controller").unwrap();
     waiting_command
@@ -129,7 +129,7 @@ fn drain_ends_when_the_last_connection_closes() {
     waiting_command.wait_for_output("s1 is draining: 1 connection remains\n");
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     assert_eq!(env.query_server_state("s1"), "draining");
-    assert!(env.is_only_server(2));
+    assert!(env.is_only_pool_server(2));
     assert_connections_answered(&mut connections_to_s1);
     assert_connections_answered(&mut connections_to_s2);
     assert!(waiting_command.process.try_wait().unwrap().is_none(), "{}", waiting_command.read_output());
@@ -146,7 +146,7 @@ fn drain_ends_when_the_last_connection_closes() {
         "it is so already"
     );
     assert!(env.run_coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
-    assert_eventually(*DEFAULT_TIMEOUT, "server 1 is back", || !env.is_only_server(2));
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "server 1 is back", || !env.is_only_pool_server(2));
     assert_connections_answered(&mut connections_to_s2);
 }
 
@@ -155,7 +155,7 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     skip_if!(find_missing_testbed_rights());
     let mut env = DrainTestEnv::start("drainend");
     let (mut connections_to_s1, _connections_to_s2) =
-        partition_by_server(open_connections_at_each_server(&env.testbed, &[1], 2), 1);
+        partition_connections_by_server(open_connections_at_each_server(&env.testbed, &[1], 2), 1);
     let mut interrupted_command = env.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
     // The agent has counted by now, so the short timeout below covers only a query.
     interrupted_command.wait_for_output(&format!(" {} connections remain\n", connections_to_s1.len()));
@@ -174,7 +174,7 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     assert!(!is_success && output.ends_with(&expected_output_end), "{output}");
     // Without an agent no connections are counted.
     env.fleet.kill_daemon("agent-s1").unwrap();
-    assert_eventually(*DEFAULT_TIMEOUT, "the report of s1 is stale", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the report of s1 is stale", || {
         env.query_server_status("s1")["report_state"] != "fresh"
     });
     let mut command_without_counts = env.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
@@ -184,7 +184,7 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
         "{output}"
     );
     assert_eq!(env.query_server_state("s1"), "draining");
-    assert!(env.is_only_server(2));
+    assert!(env.is_only_pool_server(2));
     assert_connections_answered(&mut connections_to_s1);
     let top_output = env.run_coreward(&["top", "--once"]).unwrap();
     assert!(top_output.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top_output}");
@@ -204,9 +204,9 @@ fn assert_signals_change_log_level(env: &mut DrainTestEnv) {
     let read_lb_log = || fs::read_to_string(&log_path).unwrap();
     let lb_daemon = env.fleet.daemon_process("lb1").unwrap();
     lb_daemon.send_signal(Signal::SIGUSR1).unwrap();
-    assert_eventually(*DEFAULT_TIMEOUT, "debug lines", || read_lb_log().contains("\"level\":\"DEBUG\""));
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "debug lines", || read_lb_log().contains("\"level\":\"DEBUG\""));
     lb_daemon.send_signal(Signal::SIGUSR2).unwrap();
-    assert_eventually(*DEFAULT_TIMEOUT, "the level of the start", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the level of the start", || {
         read_lb_log().contains("\"log_level\":\"as at the start\"")
     });
     let log_after_restore = read_lb_log();
@@ -217,10 +217,12 @@ fn assert_signals_change_log_level(env: &mut DrainTestEnv) {
 #[test]
 fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     skip_if!(find_missing_testbed_rights());
-    let mut env =
-        DrainTestEnv::start_with_options("drainjson", FleetOptions { uses_json_logs: true, ..FleetOptions::default() });
+    let mut env = DrainTestEnv::start_with_options(
+        "drainjson",
+        TestbedFleetOptions { uses_json_logs: true, ..TestbedFleetOptions::default() },
+    );
     let (mut connections_to_s1, _connections_to_s2) =
-        partition_by_server(open_connections_at_each_server(&env.testbed, &[1], 1), 1);
+        partition_connections_by_server(open_connections_at_each_server(&env.testbed, &[1], 1), 1);
     let parse_json =
         |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let drain_report = parse_json(env.run_coreward(&["drain", "s1", "--format", "json"]).unwrap());
@@ -251,7 +253,7 @@ fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     assert!(audit_lines.lines().any(|line| line.contains("undrain s1")), "{audit_lines}");
 
     // Each event has its id in the log.
-    assert_eventually(*DEFAULT_TIMEOUT, "both events are logged", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "both events are logged", || {
         read_logged_events(&env, "server-drain-changed").len() == 2
     });
     let drain_events = read_logged_events(&env, "server-drain-changed");
@@ -268,7 +270,7 @@ fn apply_waits_until_every_daemon_has_the_document() {
                     address = \"10.1.1.2\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
     let mut env = DrainTestEnv::start_with_options(
         "applywait",
-        FleetOptions { applied_document: Some(fleet_document.to_owned()), ..FleetOptions::default() },
+        TestbedFleetOptions { applied_document: Some(fleet_document.to_owned()), ..TestbedFleetOptions::default() },
     );
     let document_path = env.testbed.directory().join("next.toml");
     let apply_and_wait = |env: &DrainTestEnv, extra_config: &str, timeout: &str| {

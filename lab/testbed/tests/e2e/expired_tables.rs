@@ -2,13 +2,13 @@
 
 use std::time::SystemTime;
 
-use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::fleet::{Fleet, TestbedFleetOptions};
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{
-    ConnectionsAndWorkers, assert_connections_answered, assert_eventually, fetch_metrics_page, find_series_value,
-    measure_duration_until_logged, open_keepalive_connections, sleep_ms,
+    ConnectionsAndWorkers, assert_connections_answered, assert_eventually, fetch_metrics_page,
+    find_metric_series_value, measure_duration_until_logged, open_keepalive_connections, sleep_ms,
 };
 
 /// Fleet document in which s3 has half of the total weight. Under `crossrss`, all new connections in a bucket go to one
@@ -34,7 +34,7 @@ check = "tcp"
 interval = "200ms"
 timeout = "500ms"
 "#;
-const METRICS_ADDRESS: &str = "127.0.0.1:9464";
+const LB_METRICS_ADDRESS: &str = "127.0.0.1:9464";
 
 /// Fleet of three servers with nginx. Fields are dropped in the order of their declaration, the testbed last.
 struct ExpiredTablesEnv {
@@ -54,11 +54,11 @@ impl ExpiredTablesEnv {
         let testbed = Testbed::create(options).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
-        let options = FleetOptions {
+        let options = TestbedFleetOptions {
             steers_connections: false,
             applied_document: Some(FLEET_DOCUMENT.to_owned()),
-            extra_load_balancer_text: format!("metrics = \"{METRICS_ADDRESS}\"\n"),
-            ..FleetOptions::default()
+            extra_load_balancer_text: format!("metrics = \"{LB_METRICS_ADDRESS}\"\n"),
+            ..TestbedFleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
         Self { fleet, nginx_servers, testbed }
@@ -66,9 +66,9 @@ impl ExpiredTablesEnv {
 
     /// Waits until the load balancer's metrics show that `table_count` of its tables have expired.
     fn wait_for_expired_tables(&self, table_count: f64) {
-        assert_eventually(*DEFAULT_TIMEOUT, &format!("{table_count} expired tables"), || {
-            let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS);
-            page.is_ok_and(|page| find_series_value(&page, "coreward_lb_expired_tables") == Some(table_count))
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, &format!("{table_count} expired tables"), || {
+            let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), LB_METRICS_ADDRESS);
+            page.is_ok_and(|page| find_metric_series_value(&page, "coreward_lb_expired_tables") == Some(table_count))
         });
     }
 }
@@ -110,7 +110,7 @@ fn load_balancer_places_connections_by_own_counts_after_table_expiry() {
     env.nginx_servers[1] = None;
     connections.retain(|(_, answerer)| answerer.server_number != 2);
     let log_words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
-    assert_eventually(*DEFAULT_TIMEOUT, log_words, || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, log_words, || {
         measure_duration_until_logged(&env.testbed, 1, log_words, stop_time).is_some()
     });
     connections.append(&mut open_connections_slowly(&env.testbed, 30));
@@ -126,7 +126,7 @@ fn load_balancer_places_connections_by_own_counts_after_table_expiry() {
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_expired_tables(1.0);
-    assert_eventually(*DEFAULT_TIMEOUT, "s2 gets connections", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "s2 gets connections", || {
         count_connections_per_server(&open_keepalive_connections(&env.testbed, 8))[1] > 0
     });
     connections.append(&mut open_connections_slowly(&env.testbed, 30));

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::fleet::{Fleet, TestbedFleetOptions};
 use coreward_testbed::http::HttpConnection;
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
@@ -14,14 +14,14 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_connections_answered, assert_eventually, assert_masked_within,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_connections_answered, assert_eventually, assert_server_masked_within,
     open_keepalive_connections, read_daemon_log, sleep_ms,
 };
 
 const STATE_CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum time in which the health check of [`HEALTH_CHECK_CONFIG`] detects a fault. It is interval x fall + timeout,
 /// plus the daemon's tick. The check's timeout is long to allow for a busy machine.
-const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
+const MAX_FAULT_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 
 const HEALTH_CHECK_CONFIG: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\n\
     interval = \"200ms\"\n\
@@ -48,7 +48,7 @@ impl HealthTestEnv {
         for number in 1..=3 {
             fs::write(health_file_path(&testbed, number), "well\n").unwrap();
         }
-        let options = FleetOptions {
+        let options = TestbedFleetOptions {
             policy_name: "rr".to_owned(),
             extra_fleet_text: fleet_text.to_owned(),
             steers_connections: false,
@@ -85,7 +85,7 @@ impl HealthTestEnv {
     }
 
     /// Waits until every load balancer has checked the health of every server.
-    fn wait_until_all_are_checked(&self) {
+    fn wait_until_servers_checked(&self) {
         assert_eventually(STATE_CHANGE_TIMEOUT, "every load balancer has checked every server", || {
             let status = self.query_status();
             let members = status["services"][0]["members"].as_array().unwrap().clone();
@@ -182,7 +182,7 @@ fn assert_unreachable_servers_stay_active(env: &HealthTestEnv) {
     env.set_server_health(3, true);
     env.wait_for_server_state(3, "active");
     env.run_ip_command(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
-    env.wait_until_all_are_checked();
+    env.wait_until_servers_checked();
 }
 
 #[test]
@@ -191,14 +191,14 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     // The slow start is long enough that a poll every half second finds the state `joining`.
     let mut env =
         HealthTestEnv::start("health", 2, &HEALTH_CHECK_CONFIG.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
-    env.wait_until_all_are_checked();
+    env.wait_until_servers_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.wait_until_only_servers_reached(&[1, 2, 3]);
 
     // The server responds, but reports that it is unhealthy.
     env.set_server_health(1, false);
     let detection_time = env.wait_for_server_state(1, "down");
-    println!("found after {detection_time:?}, expected within {MAX_DETECTION_TIME:?}");
+    println!("found after {detection_time:?}, expected within {MAX_FAULT_DETECTION_TIME:?}");
     assert!(
         env.query_server_state_and_reason(1).1.contains("answers 404 Not Found: expected 200-399"),
         "{:?}",
@@ -224,7 +224,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     env.wait_until_only_servers_reached(&[1, 3]);
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.wait_for_server_state(2, "active");
-    env.wait_until_all_are_checked();
+    env.wait_until_servers_checked();
 
     assert_unreachable_servers_stay_active(&env);
     assert_connections_answered(&mut connections);
@@ -234,7 +234,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
 fn service_fails_open_or_drops_when_all_servers_are_down() {
     skip_if!(find_missing_testbed_rights());
     let mut env = HealthTestEnv::start("alldown", 1, HEALTH_CHECK_CONFIG);
-    env.wait_until_all_are_checked();
+    env.wait_until_servers_checked();
     let mut connections = open_keepalive_connections(&env.testbed, 6);
     (1..=3).for_each(|number| env.set_server_health(number, false));
     assert_eventually(STATE_CHANGE_TIMEOUT, "the service fails open", || {
@@ -243,7 +243,7 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     env.wait_until_only_servers_reached(&[1, 2, 3]);
     assert_eq!(env.query_dropped_packet_count(), 0);
 
-    let options = FleetOptions {
+    let options = TestbedFleetOptions {
         extra_fleet_text: format!("when_all_down = \"drop\"\n{HEALTH_CHECK_CONFIG}"),
         ..env.fleet.options().clone()
     };
@@ -311,7 +311,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     setrlimit(Resource::RLIMIT_NOFILE, hard_limit.min(1024), hard_limit).unwrap();
     let mut env = HealthTestEnv::start("static", 2, HEALTH_CHECK_CONFIG);
     setrlimit(Resource::RLIMIT_NOFILE, soft_limit, hard_limit).unwrap();
-    env.wait_until_all_are_checked();
+    env.wait_until_servers_checked();
     assert_open_file_limit_is_raised(&mut env);
 
     // Only load balancer 2 does not reach server 3. There is no majority, so the controller changes nothing.
@@ -328,7 +328,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     let stop_time = SystemTime::now();
     env.nginx_servers[1] = None;
     wait_until_only_servers_answer(&env, &[1, 3]);
-    assert_masked_within(MAX_DETECTION_TIME, &env.testbed, "s2", stop_time);
+    assert_server_masked_within(MAX_FAULT_DETECTION_TIME, &env.testbed, "s2", stop_time);
     connections.retain(|(_, answerer)| answerer.server_number != 2);
     assert_connections_answered(&mut connections);
     // All servers are down, and none is masked, because the load balancer may be at fault.
@@ -349,13 +349,13 @@ fn down_server_gets_no_new_connections_without_a_controller() {
 fn load_balancer_restarted_without_a_controller_continues_its_checks() {
     skip_if!(find_missing_testbed_rights());
     let mut env = HealthTestEnv::start("restarted", 1, HEALTH_CHECK_CONFIG);
-    env.wait_until_all_are_checked();
+    env.wait_until_servers_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill_daemon("controller").unwrap();
     let stop_time = SystemTime::now();
     env.nginx_servers[1] = None;
     wait_until_only_servers_answer(&env, &[1, 3]);
-    assert_masked_within(MAX_DETECTION_TIME, &env.testbed, "s2", stop_time);
+    assert_server_masked_within(MAX_FAULT_DETECTION_TIME, &env.testbed, "s2", stop_time);
     connections.retain(|(_, answerer)| answerer.server_number == 1);
 
     env.fleet.kill_daemon("lb1").unwrap();

@@ -9,18 +9,21 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Instant;
 
 use coreward_testbed::addresses::{FIRST_IPV4_VIP, load_balancer_address, server_address};
-use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, credential_file_paths, issue_certificate};
+use coreward_testbed::fleet::{
+    Fleet, TestbedFleetOptions, certificate_directory, credential_file_paths, issue_certificate,
+};
 use coreward_testbed::{
-    DEFAULT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if,
+    DEFAULT_WAIT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights,
+    skip_if,
 };
 use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
-use coreward_tls::{CredentialFiles, FleetRole};
+use coreward_tls::{FleetRole, TlsCredentialFiles};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{assert_eventually, sleep_ms};
 
 /// Ports with health checks, as (port of the server, kind of check, whether the server answers).
-const CHECKED_PORTS: [(u16, &str, bool); 5] = [
+const HEALTH_CHECKED_PORTS: [(u16, &str, bool); 5] = [
     (8001, "check = \"tcp\"", true),
     (8002, "check = \"http\"", true),
     (8003, "check = \"https\"\nverify = false", true),
@@ -28,7 +31,7 @@ const CHECKED_PORTS: [(u16, &str, bool); 5] = [
     (8005, "check = \"https\"\nverify = false", false),
 ];
 /// Difference between the port of a check at the VIP and the port of the same check at the server's own address.
-const SERVER_PORT_OFFSET: u16 = 100;
+const SERVER_TO_VIP_PORT_OFFSET: u16 = 100;
 const CHECKS_PER_PORT: usize = 4;
 
 /// TCP segment that the server received from the load balancer.
@@ -124,10 +127,10 @@ fn start_nginx(testbed: &Testbed) -> TestbedProcess {
     let fleet_name = "probed".parse().unwrap();
     CertificateAuthority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY).unwrap();
     issue_certificate(testbed, FleetRole::Agent, "s1", &fleet_name, CertificateValidity::from_now(DAY)).unwrap();
-    let CredentialFiles { certificate_path: certificate, key_path: key, .. } =
+    let TlsCredentialFiles { certificate_path: certificate, key_path: key, .. } =
         credential_file_paths(testbed, FleetRole::Agent, "s1");
     let build_listen_lines = |port: u16, listen_flags: &str| {
-        format!("listen {port}{listen_flags}; listen {}{listen_flags}; ", port + SERVER_PORT_OFFSET)
+        format!("listen {port}{listen_flags}; listen {}{listen_flags}; ", port + SERVER_TO_VIP_PORT_OFFSET)
     };
     let all_listen_lines =
         [build_listen_lines(8001, ""), build_listen_lines(8002, ""), build_listen_lines(8003, " ssl")].concat();
@@ -151,8 +154,8 @@ fn start_nginx(testbed: &Testbed) -> TestbedProcess {
 }
 
 fn listen_without_accepting(testbed: &Testbed) -> Vec<Socket> {
-    let silent_ports = CHECKED_PORTS.iter().filter(|(_, _, answers)| !answers);
-    let ports = silent_ports.flat_map(|(port, _, _)| [*port, port + SERVER_PORT_OFFSET]);
+    let silent_ports = HEALTH_CHECKED_PORTS.iter().filter(|(_, _, answers)| !answers);
+    let ports = silent_ports.flat_map(|(port, _, _)| [*port, port + SERVER_TO_VIP_PORT_OFFSET]);
     let open_listener = |port: u16| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         socket.bind(&std::net::SocketAddr::from(([0, 0, 0, 0], port)).into())?;
@@ -172,9 +175,10 @@ fn service_configs_text() -> String {
         )
     };
     let configs_of_port = |(port, check, _): (u16, &str, bool)| {
-        build_service_config(port, check, "vip") + &build_service_config(port + SERVER_PORT_OFFSET, check, "server")
+        build_service_config(port, check, "vip")
+            + &build_service_config(port + SERVER_TO_VIP_PORT_OFFSET, check, "server")
     };
-    CHECKED_PORTS.map(configs_of_port).concat()
+    HEALTH_CHECKED_PORTS.map(configs_of_port).concat()
 }
 
 /// Returns the server's connections with the load balancer as `ss` prints them. Listening sockets and those in
@@ -188,20 +192,20 @@ fn list_connections_at_server(testbed: &Testbed) -> Vec<String> {
 }
 
 /// Returns every checked port, with the address at which it is checked.
-fn checked_sockets() -> impl Iterator<Item = (u16, Ipv4Addr)> {
-    CHECKED_PORTS
+fn checked_ports_and_addresses() -> impl Iterator<Item = (u16, Ipv4Addr)> {
+    HEALTH_CHECKED_PORTS
         .into_iter()
-        .flat_map(|(port, _, _)| [(port, FIRST_IPV4_VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
+        .flat_map(|(port, _, _)| [(port, FIRST_IPV4_VIP), (port + SERVER_TO_VIP_PORT_OFFSET, server_address(1))])
 }
 
 /// Waits until every checked port has had [`CHECKS_PER_PORT`] more connections, successful or not.
-fn wait_for_checks(sniffer: &mut SegmentSniffer) {
+fn wait_for_health_checks(sniffer: &mut SegmentSniffer) {
     sniffer.read_segments();
     let counts_before: BTreeMap<u16, usize> =
-        checked_sockets().map(|(port, _)| (port, sniffer.connections_to_port(port).len())).collect();
-    assert_eventually(*DEFAULT_TIMEOUT, "every port is checked", || {
+        checked_ports_and_addresses().map(|(port, _)| (port, sniffer.connections_to_port(port).len())).collect();
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "every port is checked", || {
         sniffer.read_segments();
-        checked_sockets()
+        checked_ports_and_addresses()
             .all(|(port, _)| sniffer.connections_to_port(port).len() >= counts_before[&port] + CHECKS_PER_PORT)
     });
 }
@@ -209,7 +213,7 @@ fn wait_for_checks(sniffer: &mut SegmentSniffer) {
 /// Asserts that all connections of health checks were reset at the address to which they were opened. The checks must
 /// have ended.
 fn assert_all_connections_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, description: &str) {
-    let deadline = Instant::now() + *DEFAULT_TIMEOUT / 4;
+    let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT / 4;
     loop {
         let open_connections = list_connections_at_server(testbed);
         if open_connections.is_empty() {
@@ -223,10 +227,10 @@ fn assert_all_connections_were_reset(testbed: &Testbed, sniffer: &mut SegmentSni
         sleep_ms(50);
     }
     sniffer.read_segments();
-    for (port, address) in checked_sockets() {
+    for (port, address) in checked_ports_and_addresses() {
         let port_connections = sniffer.connections_to_port(port);
         // The server may send a reset itself, as its answer to TLS's last record after it has closed its end.
-        let server_may_reset = port % SERVER_PORT_OFFSET == 3;
+        let server_may_reset = port % SERVER_TO_VIP_PORT_OFFSET == 3;
         let was_reset = |connection: &HealthCheckConnection| {
             connection.reset_destination == Some(address) || connection.reset_destination.is_none() && server_may_reset
         };
@@ -252,7 +256,7 @@ fn connections_of_health_checks_are_closed_at_the_server() {
     let _nginx_process = start_nginx(&testbed);
     let _silent_listeners = listen_without_accepting(&testbed);
     let mut segment_sniffer = SegmentSniffer::start(testbed.server(1).unwrap());
-    let options = FleetOptions {
+    let options = TestbedFleetOptions {
         policy_name: "rr".to_owned(),
         extra_fleet_text: service_configs_text(),
         runs_agents: false,
@@ -260,12 +264,12 @@ fn connections_of_health_checks_are_closed_at_the_server() {
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
 
-    wait_for_checks(&mut segment_sniffer);
+    wait_for_health_checks(&mut segment_sniffer);
     fleet.set_extra_fleet_text(&testbed, "").unwrap();
     assert_all_connections_were_reset(&testbed, &mut segment_sniffer, "checks are removed");
 
     fleet.set_extra_fleet_text(&testbed, &service_configs_text()).unwrap();
-    wait_for_checks(&mut segment_sniffer);
-    fleet.daemon_process("lb1").unwrap().terminate(*DEFAULT_TIMEOUT).unwrap();
+    wait_for_health_checks(&mut segment_sniffer);
+    fleet.daemon_process("lb1").unwrap().terminate(*DEFAULT_WAIT_TIMEOUT).unwrap();
     assert_all_connections_were_reset(&testbed, &mut segment_sniffer, "the load balancer's daemon ends");
 }

@@ -4,21 +4,21 @@
 use std::collections::BTreeSet;
 use std::net::TcpStream;
 
-use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper};
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
-use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken, run_command_line};
 
-fn start_ipv6_env(instance: &str, fleet_options: FleetOptions) -> FleetTestEnv {
+fn start_ipv6_env(instance: &str, fleet_options: TestbedFleetOptions) -> FleetTestEnv {
     let options = TestbedOptions {
         instance_name: instance.to_owned(),
         server_count: 3,
         family: AddressFamily::Ipv6,
         ..TestbedOptions::default()
     };
-    FleetTestEnv::start(options, FleetOptions { policy_name: "rr".to_owned(), ..fleet_options })
+    FleetTestEnv::start(options, TestbedFleetOptions { policy_name: "rr".to_owned(), ..fleet_options })
 }
 
 /// Returns the numbers of the servers that have accepted connections.
@@ -31,7 +31,7 @@ fn find_servers_with_connections(env: &FleetTestEnv) -> BTreeSet<u16> {
 }
 
 /// Asserts that no connection breaks when the server pool changes and daemons restart under load.
-fn assert_changes_break_no_connection(env: &mut FleetTestEnv) {
+fn assert_connections_survive_pool_changes(env: &mut FleetTestEnv) {
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(225);
     assert_eq!(find_servers_with_connections(env), BTreeSet::from([1, 2, 3]));
@@ -52,32 +52,34 @@ fn assert_changes_break_no_connection(env: &mut FleetTestEnv) {
 #[test]
 fn ipv6_connections_with_cookies_survive_pool_changes_and_restarts() {
     skip_if!(find_missing_testbed_rights());
-    let mut env = start_ipv6_env("ipv6", FleetOptions::default());
-    assert_changes_break_no_connection(&mut env);
-    assert!(env.sum_counter("established") > 1_000 && env.sum_counter("flow_table") == 0);
+    let mut env = start_ipv6_env("ipv6", TestbedFleetOptions::default());
+    assert_connections_survive_pool_changes(&mut env);
+    assert!(env.sum_lb_counter("established") > 1_000 && env.sum_lb_counter("flow_table") == 0);
 }
 
 #[test]
 fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
     skip_if!(find_missing_testbed_rights());
-    let mut env =
-        start_ipv6_env("ipv6off", FleetOptions { timestamps: TimestampOrigin::Off, ..FleetOptions::default() });
-    assert_changes_break_no_connection(&mut env);
-    assert!(env.sum_counter("flow_table") > 1_000 && env.sum_counter("established") == 0);
+    let mut env = start_ipv6_env(
+        "ipv6off",
+        TestbedFleetOptions { timestamps: CookieStamper::Off, ..TestbedFleetOptions::default() },
+    );
+    assert_connections_survive_pool_changes(&mut env);
+    assert!(env.sum_lb_counter("flow_table") > 1_000 && env.sum_lb_counter("established") == 0);
 }
 
 #[test]
 fn ipv6_services_are_checked_announced_and_explained() {
     skip_if!(find_missing_testbed_rights());
-    let options = FleetOptions {
+    let options = TestbedFleetOptions {
         extra_fleet_text: "[service.health]\nport = 7600\ninterval = \"200ms\"\n".to_owned(),
         extra_load_balancer_text: "[announce]\n".to_owned(),
-        ..FleetOptions::default()
+        ..TestbedFleetOptions::default()
     };
     let env = start_ipv6_env("ipv6show", options);
     let lb_host = env.testbed.load_balancer(1).unwrap();
     let vip = env.testbed.service_address();
-    assert_eventually(*DEFAULT_TIMEOUT, "the VIP is announced", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the VIP is announced", || {
         // List all tables, because the table does not exist before its first route, and `ip` would report that as an
         // error.
         run_command_line(&env.testbed, lb_host, "ip -6 route show table all")
@@ -90,7 +92,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
         env.run_coreward(&["explain", "--vip", &vip.to_string(), "--client", "10.1.0.7:40000"]).unwrap_err();
     assert!(mixed_families_error.to_string().contains("different address families"), "{mixed_families_error}");
     // No server listens at the port of the checks.
-    assert_eventually(*DEFAULT_TIMEOUT, "servers are down", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "servers are down", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap();
         members.len() == 3 && members.iter().all(|member| member["state"] == "down")
@@ -100,26 +102,28 @@ fn ipv6_services_are_checked_announced_and_explained() {
 #[test]
 fn ipv6_servers_are_resolved_by_neighbour_discovery() {
     skip_if!(find_missing_testbed_rights());
-    let mut env =
-        start_ipv6_env("ipv6nds", FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() });
-    assert_changes_break_no_connection(&mut env);
+    let mut env = start_ipv6_env(
+        "ipv6nds",
+        TestbedFleetOptions { server_address_family: AddressFamily::Ipv6, ..TestbedFleetOptions::default() },
+    );
+    assert_connections_survive_pool_changes(&mut env);
     let is_s3_unresolved = |env: &FleetTestEnv| {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         status["load_balancers"][0]["state"]["unresolved_servers"] == serde_json::json!(["s3"])
     };
     let server = env.testbed.server(3).unwrap();
     run_command_line(&env.testbed, server, &format!("ip link set {HOST_DEVICE} down"));
-    assert_eventually(*DEFAULT_TIMEOUT, "the load balancer misses the server", || is_s3_unresolved(&env));
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the load balancer misses the server", || is_s3_unresolved(&env));
 }
 
 #[test]
 fn daemons_reach_the_controller_and_each_other_by_ipv6() {
     skip_if!(find_missing_testbed_rights());
-    let fleet_options = FleetOptions {
-        control_family: AddressFamily::Ipv6,
-        servers_family: AddressFamily::Ipv6,
+    let fleet_options = TestbedFleetOptions {
+        control_address_family: AddressFamily::Ipv6,
+        server_address_family: AddressFamily::Ipv6,
         consistency: ConsistencyMode::Stateful,
-        ..FleetOptions::default()
+        ..TestbedFleetOptions::default()
     };
     let family = AddressFamily::Ipv6;
     let options = TestbedOptions {
@@ -129,15 +133,15 @@ fn daemons_reach_the_controller_and_each_other_by_ipv6() {
         family,
         ..TestbedOptions::default()
     };
-    let mut env = FleetTestEnv::start(options, FleetOptions { policy_name: "rr".to_owned(), ..fleet_options });
-    assert_eventually(*DEFAULT_TIMEOUT, "load balancers find each other", || {
+    let mut env = FleetTestEnv::start(options, TestbedFleetOptions { policy_name: "rr".to_owned(), ..fleet_options });
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "load balancers find each other", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
         let has_no_unresolved_peer =
             |balancer: &serde_json::Value| balancer["state"]["unresolved_load_balancers"] == serde_json::json!([]);
         balancers.len() == 2 && balancers.iter().all(has_no_unresolved_peer)
     });
-    assert_changes_break_no_connection(&mut env);
+    assert_connections_survive_pool_changes(&mut env);
 }
 
 /// Tests health checks of servers that listen only on the VIP, over IPv6.
@@ -147,10 +151,10 @@ fn ipv6_servers_are_checked_at_the_vip() {
     let health_config = "[service.health]\ninterval = \"200ms\"\nfall = 2\n".to_owned();
     let env = start_ipv6_env(
         "ipv6vip",
-        FleetOptions {
+        TestbedFleetOptions {
             extra_fleet_text: health_config,
-            servers_family: AddressFamily::Ipv6,
-            ..FleetOptions::default()
+            server_address_family: AddressFamily::Ipv6,
+            ..TestbedFleetOptions::default()
         },
     );
     let has_checks = |server: &str, is_up: bool| {
@@ -161,11 +165,11 @@ fn ipv6_servers_are_checked_at_the_vip() {
         members.iter().any(is_expected_member)
     };
     for server in ["s1", "s2", "s3"] {
-        assert_eventually(*DEFAULT_TIMEOUT, "checks of every server succeed", || has_checks(server, true));
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "checks of every server succeed", || has_checks(server, true));
     }
     let vip = env.testbed.service_address().ip();
     run_command_line(&env.testbed, env.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
-    assert_eventually(*DEFAULT_TIMEOUT, "checks of the server without the VIP fail", || has_checks("s3", false));
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "checks of the server without the VIP fail", || has_checks("s3", false));
     assert!(has_checks("s1", true));
 }
 
@@ -174,13 +178,14 @@ fn ipv6_servers_are_checked_at_the_vip() {
 #[test]
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     skip_if!(find_missing_testbed_rights());
-    let env = start_ipv6_env("ipv6nd", FleetOptions::default());
+    let env = start_ipv6_env("ipv6nd", TestbedFleetOptions::default());
     let vip = env.testbed.service_address();
     let client = env.testbed.client();
     let server = env.testbed.server(1).unwrap();
     // The client sends a solicitation for the VIP, as a neighbour would.
     run_command_line(&env.testbed, client, &format!("ip -6 route add {}/128 dev {HOST_DEVICE}", vip.ip()));
-    let can_connect = || client.run_within(|| Ok(TcpStream::connect_timeout(&vip, *DEFAULT_TIMEOUT).is_ok())).unwrap();
+    let can_connect =
+        || client.run_within(|| Ok(TcpStream::connect_timeout(&vip, *DEFAULT_WAIT_TIMEOUT).is_ok())).unwrap();
     assert!(!can_connect(), "a server answers for the VIP on lo");
     run_command_line(&env.testbed, server, &format!("ip -6 address add {}/128 dev {HOST_DEVICE} nodad", vip.ip()));
     run_command_line(&env.testbed, client, "ip -6 neighbour flush all");

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken, wait_until_configuration_in_force};
 
@@ -16,8 +16,10 @@ fn key_rotation_breaks_no_connection() {
         load_balancer_count: 2,
         ..TestbedOptions::default()
     };
-    let mut env =
-        FleetTestEnv::start(options, FleetOptions { policy_name: "rr".to_owned(), ..FleetOptions::default() });
+    let mut env = FleetTestEnv::start(
+        options,
+        TestbedFleetOptions { policy_name: "rr".to_owned(), ..TestbedFleetOptions::default() },
+    );
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);
     let stamps_with_new_key = |env: &FleetTestEnv, key: u32| {
@@ -29,7 +31,7 @@ fn key_rotation_breaks_no_connection() {
         // Force the rotation, because it follows the previous one sooner than is safe for idle connections. These are
         // not idle.
         env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
-        assert_eventually(*DEFAULT_TIMEOUT, "the other key stamps", || stamps_with_new_key(&env, key));
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the other key stamps", || stamps_with_new_key(&env, key));
         wait_until_configuration_in_force(&env.fleet, &env.testbed);
         // Agents stamp with a new key a second later.
         env.wait_for_connections(225);

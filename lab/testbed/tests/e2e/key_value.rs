@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_load::key_value::{KeyValueRequest, KeyValueResponseStatus, MAX_DATAGRAM_BYTES, key_name, parse_response};
-use coreward_testbed::DEFAULT_TIMEOUT;
+use coreward_testbed::DEFAULT_WAIT_TIMEOUT;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::lab_binary_path;
 use coreward_testbed::key_value::handle::KeyValueServer;
@@ -16,12 +16,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::support::assert_eventually;
-use crate::support::load::{start_load_generator, wait_for_report};
+use crate::support::load::{start_load_generator, wait_for_load_report};
 
 fn assert_eventually_answered(server: &KeyValueServer, request_count: u64) {
     let count_answered_requests =
         || server.read_counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
-    assert_eventually(*DEFAULT_TIMEOUT, "requests are answered", || count_answered_requests() >= request_count);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "requests are answered", || count_answered_requests() >= request_count);
 }
 
 /// Client of the key-value server that has at most one outstanding request.
@@ -37,11 +37,11 @@ impl KeyValueClient {
     fn open() -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.connect(SERVICE_ADDRESS)?;
-        socket.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
+        socket.set_read_timeout(Some(*DEFAULT_WAIT_TIMEOUT))?;
         Ok(Self { socket, next_request_id: 0 })
     }
 
-    fn request_and_wait(
+    fn request_and_await_response(
         &mut self,
         request_type: &str,
         key: &str,
@@ -79,10 +79,10 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
         testbed.client().run_within(|| {
             let mut clients: Vec<KeyValueClient> =
                 (0..24).map(|_| KeyValueClient::open()).collect::<anyhow::Result<_>>()?;
-            let (_, writer, _) = clients[0].request_and_wait("PUT", "new", "value")?;
+            let (_, writer, _) = clients[0].request_and_await_response("PUT", "new", "value")?;
             let mut other_worker_answer_count = 0;
             for client in &mut clients {
-                let (status, worker, pairs) = client.request_and_wait("GET", "new", "")?;
+                let (status, worker, pairs) = client.request_and_await_response("GET", "new", "")?;
                 other_worker_answer_count += usize::from(worker != writer);
                 if is_store_shared || worker == writer {
                     assert_eq!(
@@ -97,7 +97,7 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
                     );
                 }
                 // All stores have equal contents.
-                let (status, _, pairs) = client.request_and_wait("SCAN105", &key_name(5_000), "")?;
+                let (status, _, pairs) = client.request_and_await_response("SCAN105", &key_name(5_000), "")?;
                 assert_eq!((status, pairs.len()), (KeyValueResponseStatus::Done as u8, 105));
                 assert_eq!(pairs[104].0, key_name(5_104).into_bytes());
             }
@@ -131,11 +131,11 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
             .write_datagram(&mut request_without_time);
         client.socket.send(&request_without_time)?;
         // The server answers in order, so an answer to an earlier request would come first, with another id.
-        client.request_and_wait("GET", &key_name(1), "")?;
+        client.request_and_await_response("GET", &key_name(1), "")?;
         Ok(())
     })?;
     // Wait, because the worker counts an answer after sending it, so the client may be faster.
-    assert_eventually(*DEFAULT_TIMEOUT, "the answer is counted", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the answer is counted", || {
         server.read_counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
     });
     let [counters] = server.read_counters()?[..] else { panic!("one worker") };
@@ -154,7 +154,7 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
         start_load_generator(&testbed, "--rate 500 --seconds 8 --warm-up 0 --timeout 10 --mix GET=0.5,PUT=0.5")?;
     assert_eventually_answered(&server, 2_000);
     kill(Pid::from_raw(server.worker_pid(0)?.try_into()?), Signal::SIGKILL)?;
-    let report = wait_for_report(load_process)?;
+    let report = wait_for_load_report(load_process)?;
     let read_report_count = |name: &str| report[name].as_u64().unwrap();
     assert_eq!(read_report_count("requests"), read_report_count("completed") + read_report_count("lost"), "{report}");
     // Half of the flows lose requests for half of the time, but the number of such flows is random.
@@ -183,7 +183,7 @@ fn killed_worker_is_restarted() -> anyhow::Result<()> {
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
     // Compare process ids, because the socket exists before the worker starts.
     let worker_pid_other_than = |old_pid: Option<u32>| {
-        let deadline = std::time::Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = std::time::Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         loop {
             match server.worker_pid(1) {
                 Ok(pid) if old_pid != Some(pid) => return pid,
@@ -196,7 +196,7 @@ fn killed_worker_is_restarted() -> anyhow::Result<()> {
     kill(Pid::from_raw(old_worker_pid.try_into()?), Signal::SIGKILL)?;
     worker_pid_other_than(Some(old_worker_pid));
     std::thread::sleep(Duration::from_millis(100));
-    let report = wait_for_report(start_load_generator(
+    let report = wait_for_load_report(start_load_generator(
         &testbed,
         "--rate 1000 --seconds 1 --warm-up 0 --timeout 10 --measure 100",
     )?)?;
@@ -221,7 +221,7 @@ fn interrupted_load_generator_reports_its_measurements() -> anyhow::Result<()> {
     let load_process = start_load_generator(&testbed, "--rate 1000 --seconds 50 --warm-up 0 --timeout 10")?;
     assert_eventually_answered(&server, 1_500);
     load_process.send_signal(Signal::SIGINT)?;
-    let report = wait_for_report(load_process)?;
+    let report = wait_for_load_report(load_process)?;
     let measured_seconds = report["seconds"].as_f64().unwrap();
     assert!(measured_seconds > 0.5 && measured_seconds < 20.0, "{report}");
     let request_count = report["requests"].as_f64().unwrap();

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use coreward_model::consistency::ConsistencyMode;
 use coreward_testbed::addresses::AddressFamily;
-use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken};
 
@@ -20,11 +20,14 @@ fn start_env(instance: &str, consistency: ConsistencyMode, family: AddressFamily
         family,
         ..TestbedOptions::default()
     };
-    FleetTestEnv::start(options, FleetOptions { consistency, policy_name: "rr".to_owned(), ..FleetOptions::default() })
+    FleetTestEnv::start(
+        options,
+        TestbedFleetOptions { consistency, policy_name: "rr".to_owned(), ..TestbedFleetOptions::default() },
+    )
 }
 
 /// Asserts that no connection breaks when servers and load balancers are drained, added, killed and removed.
-fn assert_changes_break_no_connection(env: &mut FleetTestEnv) {
+fn assert_connections_survive_lb_changes(env: &mut FleetTestEnv) {
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(225);
     // From here on, `rr` selects other servers for most connections. So packets that are placed by a rule instead of by
@@ -53,9 +56,9 @@ fn assert_changes_break_no_connection(env: &mut FleetTestEnv) {
 fn load_balancers_join_and_leave_without_breaking_connections() {
     skip_if!(find_missing_testbed_rights());
     let mut env = start_env("lbs", ConsistencyMode::Stateless, AddressFamily::Ipv4);
-    assert_changes_break_no_connection(&mut env);
+    assert_connections_survive_lb_changes(&mut env);
     for daemon in ["lb2", "lb3"] {
-        assert_eventually(*DEFAULT_TIMEOUT, daemon, || env.query_load_balancer_counter(daemon, "established") > 0);
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, daemon, || env.query_load_balancer_counter(daemon, "established") > 0);
     }
 }
 
@@ -74,10 +77,10 @@ fn ipv6_connections_survive_lost_connection_tables() {
 
 fn assert_lost_tables_break_no_connection(instance: &str, family: AddressFamily) {
     let mut env = start_env(instance, ConsistencyMode::Stateful, family);
-    assert_changes_break_no_connection(&mut env);
+    assert_connections_survive_lb_changes(&mut env);
     // Some packets must have reached a load balancer that does not own the entry. Others must have been broadcast after
     // the owner was gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {
-        assert_eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 0);
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, counter, || env.sum_lb_counter(counter) > 0);
     }
 }

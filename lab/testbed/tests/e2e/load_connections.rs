@@ -7,9 +7,9 @@ use coreward_testbed::{Testbed, find_missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::assert_eventually;
-use crate::support::load::{start_load_generator, wait_for_report};
+use crate::support::load::{start_load_generator, wait_for_load_report};
 
-fn count_in_report(report: &Value, name: &str) -> u64 {
+fn read_report_count(report: &Value, name: &str) -> u64 {
     report[name].as_u64().unwrap_or_else(|| panic!("{name}: {report}"))
 }
 
@@ -20,8 +20,8 @@ fn requests_to_a_paced_server_take_their_service_times() -> anyhow::Result<()> {
     let server = testbed.start_paced_server(1)?;
     let load_options = "--transport tcp --rate 500 --arrivals fixed --seconds 2 --warm-up 0 --flows 16 --timeout 10";
     let load_options_with_mix = format!("{load_options} --mix GET=0.5,PUT=0.5 --multiplier 400");
-    let report = wait_for_report(start_load_generator(&testbed, &load_options_with_mix)?)?;
-    assert_eq!((count_in_report(&report, "requests"), count_in_report(&report, "lost")), (999, 0), "{report}");
+    let report = wait_for_load_report(start_load_generator(&testbed, &load_options_with_mix)?)?;
+    assert_eq!((read_report_count(&report, "requests"), read_report_count(&report, "lost")), (999, 0), "{report}");
     let completed_of_class = |index: usize| report["classes"][index]["completed"].as_u64().unwrap();
     // Service times are 975 ns and 1.35 us, multiplied by 400.
     assert_eq!(
@@ -48,19 +48,19 @@ fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
     drop(server);
     std::thread::sleep(Duration::from_millis(1_000));
     let server = testbed.start_paced_server(1)?;
-    let report = wait_for_report(load_process)?;
+    let report = wait_for_load_report(load_process)?;
     assert_eq!(
-        count_in_report(&report, "requests"),
-        count_in_report(&report, "completed") + count_in_report(&report, "lost"),
+        read_report_count(&report, "requests"),
+        read_report_count(&report, "completed") + read_report_count(&report, "lost"),
         "{report}"
     );
     // For a second, and until the next worker listened, there was no worker.
     assert!(
-        count_in_report(&report, "lost") > 100
-            && count_in_report(&report, "lost") < count_in_report(&report, "requests") / 2,
+        read_report_count(&report, "lost") > 100
+            && read_report_count(&report, "lost") < read_report_count(&report, "requests") / 2,
         "{report}"
     );
-    assert!(count_in_report(&report, "refused") > 0, "{report}");
+    assert!(read_report_count(&report, "refused") > 0, "{report}");
     // The server served requests again after the pause.
     assert!(server.read_core_busy_ns()?.iter().sum::<u64>() > 0, "{report}");
     Ok(())
@@ -77,33 +77,33 @@ fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
             &format!("--transport http --path {path} --rate {rate} --seconds 2 --warm-up 0 --flows 8 --timeout 10"),
         )
     };
-    let worker_path_report = wait_for_report(start_http_load(WORKER_IDENTITY_PATH, 500)?)?;
+    let worker_path_report = wait_for_load_report(start_http_load(WORKER_IDENTITY_PATH, 500)?)?;
     let read_error_counts = |report: &Value| {
-        ["lost", "failed", "broken_connections", "malformed"].map(|name| count_in_report(report, name))
+        ["lost", "failed", "broken_connections", "malformed"].map(|name| read_report_count(report, name))
     };
     assert_eq!(read_error_counts(&worker_path_report), [0; 4], "{worker_path_report}");
-    assert!((850..1_150).contains(&count_in_report(&worker_path_report, "requests")), "{worker_path_report}");
+    assert!((850..1_150).contains(&read_report_count(&worker_path_report, "requests")), "{worker_path_report}");
     // Responses of a megabyte need many reads each.
-    let large_file_report = wait_for_report(start_http_load(LARGE_FILE_PATH, 20)?)?;
+    let large_file_report = wait_for_load_report(start_http_load(LARGE_FILE_PATH, 20)?)?;
     assert_eq!(read_error_counts(&large_file_report), [0; 4], "{large_file_report}");
-    let missing_file_report = wait_for_report(start_http_load("/missing", 100)?)?;
+    let missing_file_report = wait_for_load_report(start_http_load("/missing", 100)?)?;
     assert_eq!(
         read_error_counts(&missing_file_report),
-        [0, count_in_report(&missing_file_report, "requests"), 0, 0],
+        [0, read_report_count(&missing_file_report, "requests"), 0, 0],
         "{missing_file_report}"
     );
     // A reload ends all connections of old workers, and the generator opens new ones to the new workers.
     let running_load = start_http_load(WORKER_IDENTITY_PATH, 200)?;
     std::thread::sleep(Duration::from_millis(700));
     nginx.reload_configuration(&testbed, 1, 2)?;
-    let reload_report = wait_for_report(running_load)?;
+    let reload_report = wait_for_load_report(running_load)?;
     assert_eq!(
-        count_in_report(&reload_report, "requests"),
-        count_in_report(&reload_report, "completed") + count_in_report(&reload_report, "lost"),
+        read_report_count(&reload_report, "requests"),
+        read_report_count(&reload_report, "completed") + read_report_count(&reload_report, "lost"),
         "{reload_report}"
     );
     assert!(
-        count_in_report(&reload_report, "completed") * 10 > count_in_report(&reload_report, "requests") * 9,
+        read_report_count(&reload_report, "completed") * 10 > read_report_count(&reload_report, "requests") * 9,
         "{reload_report}"
     );
     Ok(())
@@ -118,7 +118,7 @@ fn waiting_for_a_free_connection_counts_as_latency() -> anyhow::Result<()> {
     // the others wait for it.
     let options =
         "--transport http --path /slow --rate 50 --arrivals fixed --seconds 1 --warm-up 0 --flows 1 --timeout 1";
-    let report = wait_for_report(start_load_generator(&testbed, options)?)?;
-    assert_eq!((count_in_report(&report, "requests"), count_in_report(&report, "lost")), (49, 49), "{report}");
+    let report = wait_for_load_report(start_load_generator(&testbed, options)?)?;
+    assert_eq!((read_report_count(&report, "requests"), read_report_count(&report, "lost")), (49, 49), "{report}");
     Ok(())
 }

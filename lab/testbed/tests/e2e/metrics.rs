@@ -8,20 +8,20 @@ use std::fs;
 use coreward_agent as _;
 use coreward_control_server as _;
 use coreward_lb as _;
-use coreward_metrics::table::{Component, METRICS};
-use coreward_testbed::fleet::FleetOptions;
-use coreward_testbed::{DEFAULT_TIMEOUT, NetworkNamespace, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_metrics::table::{Component, METRIC_DECLARATIONS};
+use coreward_testbed::fleet::TestbedFleetOptions;
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, NetworkNamespace, TestbedOptions, find_missing_testbed_rights, skip_if};
 use prometheus_parse::{Scrape, Value};
 
 use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken, fetch_metrics_page};
 
-const METRICS_ADDRESS: &str = "127.0.0.1:9440";
+const DAEMON_METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
 /// Values of the samples on a metrics page, by metric name and labels. The crate `prometheus_parse` parses them.
 type MetricSampleValues = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
 fn scrape_metrics(env: &FleetTestEnv, host: &NetworkNamespace) -> Option<MetricSampleValues> {
-    let text = fetch_metrics_page(&env.testbed, host, METRICS_ADDRESS).ok()?;
+    let text = fetch_metrics_page(&env.testbed, host, DAEMON_METRICS_ADDRESS).ok()?;
     assert!(text.ends_with("# EOF\n"), "{text}");
     // Remove the end marker, because the parser accepts only Prometheus' own format, which has no end marker.
     let page_lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));
@@ -53,7 +53,7 @@ fn sum_samples_with_label(values: &MetricSampleValues, name: &str, label: (&str,
 /// Asserts that a component serves all of its documented metrics, except for those that appear only after an event.
 fn assert_documented_metrics_are_served(component: Component, values: &MetricSampleValues) {
     let find_documented_metric = |name: &str| {
-        METRICS.iter().find(|metric| {
+        METRIC_DECLARATIONS.iter().find(|metric| {
             let name_suffix = name.strip_prefix(metric.name);
             name_suffix.is_some_and(|suffix| ["", "_sum", "_count", "_bucket"].contains(&suffix))
         })
@@ -77,20 +77,22 @@ fn assert_documented_metrics_are_served(component: Component, values: &MetricSam
         ];
         optional_prefixes.iter().any(|prefix| name.starts_with(prefix)) || name == "coreward_reports_rejected_total"
     };
-    for metric in METRICS.iter().filter(|metric| metric.components.contains(&component) && !is_optional(metric.name)) {
+    for metric in
+        METRIC_DECLARATIONS.iter().filter(|metric| metric.components.contains(&component) && !is_optional(metric.name))
+    {
         assert!(served_names.contains(metric.name), "{} is not served by {}", metric.name, component.name());
     }
 }
 
 /// Starts a fleet in which every daemon serves its metrics.
 fn start_env() -> FleetTestEnv {
-    let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
+    let metrics_config = format!("metrics = \"{DAEMON_METRICS_ADDRESS}\"\n");
     let testbed_options =
         TestbedOptions { instance_name: "metrics".to_owned(), server_count: 2, ..TestbedOptions::default() };
-    let options = FleetOptions {
+    let options = TestbedFleetOptions {
         extra_load_balancer_text: metrics_config.clone(),
         extra_agent_text: metrics_config.clone(),
-        ..FleetOptions::default()
+        ..TestbedFleetOptions::default()
     };
     let mut env = FleetTestEnv::start(testbed_options, options);
     // Top-level keys must come before the tables in the file.
@@ -125,7 +127,7 @@ fn assert_warnings_are_counted(env: &FleetTestEnv) {
     let count_warnings = |host: &NetworkNamespace| {
         sum_samples_with_label(&scrape_metrics(env, host).unwrap(), "coreward_server_warnings", ("server", "s1"))
     };
-    assert_eventually(*DEFAULT_TIMEOUT, "all count the agent's warning", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "all count the agent's warning", || {
         let status = env.fleet.query_status(&env.testbed).unwrap_or_default();
         let servers = status["servers"].as_array().cloned().unwrap_or_default();
         let status_warnings =
@@ -143,7 +145,7 @@ fn endpoints_serve_the_documented_metrics() {
     skip_if!(find_missing_testbed_rights());
     let env = start_env();
     let stream_client = env.start_streams(100.0);
-    assert_eventually(*DEFAULT_TIMEOUT, "there is traffic", || env.sum_counter("new_connection") > 150);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "there is traffic", || env.sum_lb_counter("new_connection") > 150);
     assert_streams_unbroken(stream_client);
 
     let (controller, balancer) = (env.testbed.controller(), env.testbed.load_balancer(1).unwrap());
@@ -152,7 +154,7 @@ fn endpoints_serve_the_documented_metrics() {
     assert_documented_metrics_are_served(Component::Lb, &scrape_all(balancer));
     assert_documented_metrics_are_served(Component::Agent, &scrape_all(server));
     // Wait, because the controller has a load balancer's last report, which is at most a second old.
-    assert_eventually(*DEFAULT_TIMEOUT, "the controller has its load balancer's counts", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the controller has its load balancer's counts", || {
         let (controller_samples, lb_samples) = (scrape_all(controller), scrape_all(balancer));
         let sum_new_connections = |values: &MetricSampleValues| {
             sum_samples_with_label(values, "coreward_lb_packets_total", ("decision", "new_connection"))

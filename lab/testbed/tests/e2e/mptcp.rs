@@ -11,8 +11,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use coreward_testbed::addresses::{FIRST_IPV4_VIP, SERVICE_ADDRESS};
-use coreward_testbed::fleet::{Fleet, FleetOptions, ServerAdminState};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, counters, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{Fleet, ServerAdminState, TestbedFleetOptions};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, counters, find_missing_testbed_rights, skip_if};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{assert_eventually, run_command_line, sleep_ms};
@@ -42,7 +42,7 @@ fn open_mptcp_socket() -> Socket {
     Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::from(libc::IPPROTO_MPTCP))).unwrap()
 }
 
-fn join_service_configs() -> String {
+fn build_mptcp_join_service_configs() -> String {
     (1..=SERVER_COUNT).fold(String::new(), |mut text, number| {
         let join_port = FIRST_JOIN_PORT + number;
         write!(
@@ -57,7 +57,7 @@ fn join_service_configs() -> String {
 
 /// Starts a listener whose threads answer each byte on a connection with the server's number. Each thread ends with its
 /// connection.
-fn start_answering_server(testbed: &Testbed, number: u16) {
+fn start_server_number_listener(testbed: &Testbed, number: u16) {
     let listener: TcpListener = testbed
         .server(number)
         .unwrap()
@@ -88,13 +88,13 @@ fn start_answering_server(testbed: &Testbed, number: u16) {
 
 fn connect_to_service() -> TcpStream {
     let socket = open_mptcp_socket();
-    socket.connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS).into(), *DEFAULT_TIMEOUT).unwrap();
-    socket.set_read_timeout(Some(*DEFAULT_TIMEOUT)).unwrap();
+    socket.connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS).into(), *DEFAULT_WAIT_TIMEOUT).unwrap();
+    socket.set_read_timeout(Some(*DEFAULT_WAIT_TIMEOUT)).unwrap();
     socket.into()
 }
 
 /// Sends `length` bytes and returns the number of the server that answered all of them.
-fn query_server(stream: &mut TcpStream, length: usize) -> u16 {
+fn query_server_number(stream: &mut TcpStream, length: usize) -> u16 {
     let mut answering_server = 0;
     let mut remaining_bytes = length;
     let mut buffer = vec![0; 16_384];
@@ -131,7 +131,7 @@ fn start_mptcp_servers(testbed: &Testbed) {
             server,
             &format!("ip mptcp endpoint add {FIRST_IPV4_VIP} port {} id 1 signal", FIRST_JOIN_PORT + number),
         );
-        start_answering_server(testbed, number);
+        start_server_number_listener(testbed, number);
     }
 }
 
@@ -141,7 +141,7 @@ fn open_streams(client: &coreward_testbed::NetworkNamespace) -> Vec<(TcpStream, 
         .run_within(|| {
             let open_stream = |_| {
                 let mut stream = connect_to_service();
-                let server = query_server(&mut stream, 100);
+                let server = query_server_number(&mut stream, 100);
                 (stream, server)
             };
             Ok((0..CONNECTION_COUNT).map(open_stream).collect())
@@ -153,7 +153,7 @@ fn open_streams(client: &coreward_testbed::NetworkNamespace) -> Vec<(TcpStream, 
 fn assert_all_connections_are_joined(client: &coreward_testbed::NetworkNamespace) {
     let read_client_counter =
         |name: &str| counters::read_kernel_counters(client).unwrap().get(name).copied().unwrap_or(0);
-    assert_eventually(*DEFAULT_TIMEOUT, "every connection has a second subflow", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "every connection has a second subflow", || {
         read_client_counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT
     });
     assert_eq!(read_client_counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
@@ -182,9 +182,9 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     let mut testbed = create_testbed();
     start_mptcp_servers(&testbed);
     run_command_line(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
-    let fleet_options = FleetOptions {
+    let fleet_options = TestbedFleetOptions {
         policy_name: "rr".to_owned(),
-        extra_fleet_text: join_service_configs(),
+        extra_fleet_text: build_mptcp_join_service_configs(),
         steers_connections: false,
         ..Default::default()
     };
@@ -198,7 +198,7 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     let mut assert_connections_stay_at_servers = || {
         streams_and_servers
             .iter_mut()
-            .for_each(|(stream, server)| assert_eq!(query_server(stream, TRANSFER_BYTES), *server))
+            .for_each(|(stream, server)| assert_eq!(query_server_number(stream, TRANSFER_BYTES), *server))
     };
     assert_connections_stay_at_servers();
     let mut pool = fleet.server_pool().clone();

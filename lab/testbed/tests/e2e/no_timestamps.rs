@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
 use coreward_testbed::{TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{FleetTestEnv, assert_streams_unbroken};
@@ -15,7 +15,7 @@ fn start_env(instance: &str, load_balancer_count: u16) -> FleetTestEnv {
         load_balancer_count,
         ..TestbedOptions::default()
     };
-    let mut env = FleetTestEnv::start(options, FleetOptions::default());
+    let mut env = FleetTestEnv::start(options, TestbedFleetOptions::default());
     env.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", "0")]).unwrap();
     env.set_admin_state(5, None);
     env.fleet.wait_until_ready(&env.testbed).unwrap();
@@ -38,7 +38,7 @@ fn flow_table_keeps_connections_while_servers_join_and_leave() {
         env.set_admin_state(server, admin_state);
     }
     assert_streams_unbroken(stream_client);
-    assert!(env.sum_counter("flow_table") > 1_000 && env.sum_counter("established") == 0);
+    assert!(env.sum_lb_counter("flow_table") > 1_000 && env.sum_lb_counter("established") == 0);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use coreward_load::key_value::{KeyValueRequest, MAX_DATAGRAM_BYTES, key_name, parse_response};
 use coreward_metrics::table::Component;
 use coreward_model::rss::{seeded_rng, uniform_below};
-use coreward_testbed::DEFAULT_TIMEOUT;
+use coreward_testbed::DEFAULT_WAIT_TIMEOUT;
 use coreward_testbed::fleet::{coreward_binary_path, lab_binary_path};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -42,7 +42,7 @@ impl RunningProcess {
         self.send_signal(Signal::SIGTERM);
         let termination_start = Instant::now();
         while self.0.try_wait()?.is_none() {
-            anyhow::ensure!(termination_start.elapsed() < *DEFAULT_TIMEOUT, "the process does not end");
+            anyhow::ensure!(termination_start.elapsed() < *DEFAULT_WAIT_TIMEOUT, "the process does not end");
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(serde_json::from_reader(self.0.stdout.take().unwrap())?)
@@ -88,7 +88,7 @@ impl OrchestrateTestEnv {
         let _ = std::fs::remove_file(self.memory_path_text());
         let arguments = ["orchestrate", "--config", &self.config_path.display().to_string()];
         let orchestrator = RunningProcess::start(&coreward_binary_path()?, &arguments)?;
-        assert_eventually(*DEFAULT_TIMEOUT, "the memory exists", || Path::new(&self.memory_path_text()).exists());
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the memory exists", || Path::new(&self.memory_path_text()).exists());
         Ok(orchestrator)
     }
 
@@ -164,7 +164,7 @@ impl RequestClient {
 
     fn send_bursts_until_cores_answer(&mut self, burst_size: usize, cores: &[u16]) {
         let mut has_answered = [false; 4];
-        assert_eventually(*DEFAULT_TIMEOUT, "each core answers", || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "each core answers", || {
             (0..burst_size).for_each(|_| _ = self.send_request("GET", 50).unwrap());
             while let Some((_, core, pairs)) = self.receive_response() {
                 assert_eq!(pairs, 1);
@@ -254,22 +254,22 @@ fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
     client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
     client.discard_responses();
     stopped_server.send_signal(Signal::SIGSTOP);
-    assert_eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "stopped workers have requests", || {
         client.send_burst_and_count_responses(8) < 8
     });
     stopped_server.send_signal(Signal::SIGKILL);
     drop(stopped_server);
-    assert_eventually(*DEFAULT_TIMEOUT, "the other process answers all", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the other process answers all", || {
         client.send_burst_and_count_responses(8) == 8
     });
     let second_server = env.start_server("2,3")?;
     client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
     client.discard_responses();
     first_server.send_signal(Signal::SIGSTOP);
-    assert_eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "stopped workers have requests", || {
         client.send_burst_and_count_responses(8) < 8
     });
-    assert_eventually(*DEFAULT_TIMEOUT, "the other process answers all", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the other process answers all", || {
         client.send_burst_and_count_responses(8) == 8
     });
     // The worker answers its requests when it continues.
@@ -329,14 +329,14 @@ struct ServerFaultInjector<'s> {
 
 impl ServerFaultInjector<'_> {
     const CORE_GROUPS: [&'static str; 3] = ["0", "1,2", "3"];
-    const ASSIGNMENT_NAMES: [&'static str; 3] = ["share", "dedicated", "hybrid"];
+    const CORE_ASSIGNMENT_MODE_NAMES: [&'static str; 3] = ["share", "dedicated", "hybrid"];
 
     fn random_number_below(&mut self, upper_bound: u32) -> usize {
         uniform_below(&mut self.rng, upper_bound) as usize
     }
 
     fn start_server_of_group(&mut self, group: usize) -> anyhow::Result<()> {
-        let assignment = Self::ASSIGNMENT_NAMES[self.random_number_below(3)];
+        let assignment = Self::CORE_ASSIGNMENT_MODE_NAMES[self.random_number_below(3)];
         let options = ["--assignment", assignment, "--epoch-us", "300"];
         self.server_processes[group] = Some(self.env.start_server_with_options(Self::CORE_GROUPS[group], &options)?);
         Ok(())
@@ -375,7 +375,7 @@ fn every_request_has_exactly_one_outcome_while_workers_die() -> anyhow::Result<(
     (0..3).try_for_each(|group| fault_injector.start_server_of_group(group))?;
     let mut client = RequestClient::new(&env)?;
     // The first request is not a GET, because some assignments run GET on no core.
-    assert_eventually(*DEFAULT_TIMEOUT, "a core answers", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "a core answers", || {
         client.send_request("SCAN18", 0).is_ok() && client.receive_response().is_some()
     });
     client.socket.set_read_timeout(Some(Duration::from_millis(1)))?;

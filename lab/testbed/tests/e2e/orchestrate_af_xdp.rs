@@ -10,15 +10,15 @@ use coreward_load::key_value::MAX_VALUE_BYTES;
 use coreward_testbed::addresses::{HOST_DEVICE, server_address};
 use coreward_testbed::fleet::{coreward_binary_path, lab_binary_path};
 use coreward_testbed::{
-    DEFAULT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if,
+    DEFAULT_WAIT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if,
 };
 use serde_json::Value;
 
 use crate::orchestrate::{RequestClient, RunningProcess, assert_every_request_is_counted_once, sum_over_services};
-use crate::support::{assert_eventually, fetch_metrics_page, find_series_value, run_command_line};
+use crate::support::{assert_eventually, fetch_metrics_page, find_metric_series_value, run_command_line};
 
 const REQUEST_COUNT: u64 = 400;
-const INTAKE_MODES: [&str; 4] = ["socket", "socket-fallback", "af-xdp", "af-xdp-zero-copy"];
+const REQUEST_INTAKE_MODES: [&str; 4] = ["socket", "socket-fallback", "af-xdp", "af-xdp-zero-copy"];
 
 struct AfXdpTestEnv {
     testbed: Testbed,
@@ -51,7 +51,7 @@ impl AfXdpTestEnv {
         let mut command = Command::new(coreward_binary_path()?);
         command.args(["orchestrate", "--config", &config_path.display().to_string()]).stderr(File::create(&log)?);
         let orchestrator = self.server_host().run_within(|| RunningProcess::spawn(&mut command))?;
-        assert_eventually(*DEFAULT_TIMEOUT, "the memory exists", || memory_path.exists());
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the memory exists", || memory_path.exists());
         let server_arguments =
             ["testbed", "orchestrated-server", "--memory", &memory_path.display().to_string(), "--cores", "0,1"];
         let server = RunningProcess::start(&lab_binary_path()?, &server_arguments)?;
@@ -69,12 +69,14 @@ impl AfXdpTestEnv {
         fetch_metrics_page(&self.testbed, self.server_host(), &service.metrics_address).unwrap()
     }
 
-    /// Returns the modes in which the orchestrator receives requests (see [`INTAKE_MODES`]), as its metrics show them.
-    fn read_intake_modes(&self, service: &OrchestratedService) -> Vec<&'static str> {
+    /// Returns the modes in which the orchestrator receives requests (see [`REQUEST_INTAKE_MODES`]), as its metrics
+    /// show them.
+    fn read_request_intake_modes(&self, service: &OrchestratedService) -> Vec<&'static str> {
         let metrics_text = self.fetch_metrics_page(service);
-        let mode_value =
-            |mode: &str| find_series_value(&metrics_text, &format!("coreward_orchestrate_intake{{mode=\"{mode}\"}}"));
-        INTAKE_MODES.into_iter().filter(|mode| mode_value(mode) == Some(1.0)).collect()
+        let mode_value = |mode: &str| {
+            find_metric_series_value(&metrics_text, &format!("coreward_orchestrate_intake{{mode=\"{mode}\"}}"))
+        };
+        REQUEST_INTAKE_MODES.into_iter().filter(|mode| mode_value(mode) == Some(1.0)).collect()
     }
 }
 
@@ -89,7 +91,7 @@ struct OrchestratedService {
 impl OrchestratedService {
     /// Waits until the workers answer. Then sends requests one by one, each after the response to the previous one.
     fn send_requests_one_by_one(&mut self) {
-        assert_eventually(*DEFAULT_TIMEOUT, "a worker answers", || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "a worker answers", || {
             self.client.send_request("GET", 0).is_ok() && self.client.receive_response().is_some()
         });
         self.client.discard_responses();
@@ -120,7 +122,7 @@ fn log_contains_all(log: &Path, log_words: &[&str]) -> bool {
 fn assert_other_traffic_passes(env: &AfXdpTestEnv) -> anyhow::Result<()> {
     let receiver_address = SocketAddr::from((server_address(1), 4999));
     let receiver = env.server_host().run_within(|| Ok(UdpSocket::bind(receiver_address)?))?;
-    receiver.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
+    receiver.set_read_timeout(Some(*DEFAULT_WAIT_TIMEOUT))?;
     let sender = env.testbed.client().run_within(|| Ok(UdpSocket::bind("0.0.0.0:0")?))?;
     sender.send_to(b"other traffic", receiver_address)?;
     let mut buffer = [0; 100];
@@ -136,7 +138,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     let mut service = env.start_service(4000)?;
     service.send_requests_one_by_one();
     let af_xdp_request_count = service.client.sent_request_count;
-    assert_eq!(env.read_intake_modes(&service), ["af-xdp"]);
+    assert_eq!(env.read_request_intake_modes(&service), ["af-xdp"]);
     // Fragments and packets with IP options go to the kernel, and so to the UDP socket.
     set_ip_options(&service.client.socket)?;
     service.client.send_request("GET", 0)?;
@@ -180,7 +182,7 @@ fn fallback_from_af_xdp_to_socket_is_reported() -> anyhow::Result<()> {
     // The second service falls back to the socket, because an interface can have only one XDP program.
     let mut second_service = env.start_service(4100)?;
     assert_eq!(
-        (env.read_intake_modes(&first_service), env.read_intake_modes(&second_service)),
+        (env.read_request_intake_modes(&first_service), env.read_request_intake_modes(&second_service)),
         (vec!["af-xdp"], vec!["socket-fallback"])
     );
     assert!(log_contains_all(&second_service.log_path, &["WARN", "intake-fallback", "expected no other one there"]));
@@ -199,8 +201,8 @@ fn fallback_from_af_xdp_to_socket_is_reported() -> anyhow::Result<()> {
     let mut ip = Command::new("ip");
     ip.args(["link", "delete", HOST_DEVICE]);
     env.testbed.run_command(env.server_host(), ip)?;
-    assert_eventually(*DEFAULT_TIMEOUT, "the loss of the device is noticed", || {
-        env.read_intake_modes(&first_service) == ["socket-fallback"]
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the loss of the device is noticed", || {
+        env.read_request_intake_modes(&first_service) == ["socket-fallback"]
     });
     assert!(log_contains_all(&first_service.log_path, &["WARN", "intake-fallback", "the device is gone"]));
     let report = first_service.stop_and_report()?;

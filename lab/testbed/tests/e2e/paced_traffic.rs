@@ -5,10 +5,10 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use coreward_model::arrivals::{ArrivalLog, ConnectionArrival, Workload};
+use coreward_model::arrivals::{ArrivalLog, ConnectionArrival, ConnectionWorkload};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::lab_binary_path;
-use coreward_testbed::load::LoadReport;
+use coreward_testbed::load::LoadClientReport;
 use coreward_testbed::{Testbed, TestbedProcess, find_missing_testbed_rights, skip_if};
 
 use crate::support::assert_eventually;
@@ -22,7 +22,7 @@ fn start_load_generator(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<T
     testbed.spawn(testbed.client(), command)
 }
 
-fn wait_for_load_report(load_process: TestbedProcess) -> anyhow::Result<LoadReport> {
+fn wait_for_load_report(load_process: TestbedProcess) -> anyhow::Result<LoadClientReport> {
     load_process.wait_for_json(Duration::from_secs(30))
 }
 
@@ -31,7 +31,7 @@ fn every_request_is_served_for_its_service_time() -> anyhow::Result<()> {
     skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tpaced")?;
     let server = testbed.start_paced_server(1)?;
-    let workload = Workload { duration_us: 2_000_000, core_count: 2, ..Workload::default() };
+    let workload = ConnectionWorkload { duration_us: 2_000_000, core_count: 2, ..ConnectionWorkload::default() };
     let arrival_log = workload.generate(1);
     let request_count: u64 = arrival_log.arrivals.iter().map(|arrival| u64::from(arrival.request_count)).sum();
     let work_us: u64 = arrival_log.arrivals.iter().map(ConnectionArrival::total_work_us).sum();

@@ -33,17 +33,17 @@ fn build_packages(packages_directory: &Path) -> String {
     run_and_expect_success("env", &[&environment_variables[0], &environment_variables[1], "LEVEL=1", "scripts/deb"])
 }
 
-fn joined_path_text(directory: &Path, path: &str) -> String {
+fn join_path_as_text(directory: &Path, path: &str) -> String {
     directory.join(path).to_str().unwrap().to_owned()
 }
 
 /// Asserts that systemd accepts an unpacked systemd unit, and that the unit's exposure level is at most `max_exposure`.
 fn assert_unit_is_confined(directory: &Path, daemon: &str, max_exposure: f64) {
-    let unit_path = joined_path_text(directory, &format!("usr/lib/systemd/system/coreward-{daemon}.service"));
+    let unit_path = join_path_as_text(directory, &format!("usr/lib/systemd/system/coreward-{daemon}.service"));
     // The unit must name the command at its unpacked path, so that `verify` finds it.
     let text = std::fs::read_to_string(&unit_path)
         .unwrap()
-        .replace("/usr/bin/coreward", &joined_path_text(directory, "usr/bin/coreward"));
+        .replace("/usr/bin/coreward", &join_path_as_text(directory, "usr/bin/coreward"));
     let text = text.lines().filter(|line| !line.starts_with("Documentation=")).collect::<Vec<_>>().join("\n");
     std::fs::write(&unit_path, text).unwrap();
     let verify_output = run_program("systemd-analyze", &["verify", &unit_path]);
@@ -81,7 +81,7 @@ fn packages_contain_all_needed_files() {
     }
     let dependencies = run_and_expect_success("dpkg-deb", &["--field", package_paths[0], "Depends"]);
     assert!(dependencies.contains("libelf1") && dependencies.contains("libc6 (>="), "{dependencies}");
-    let unpacked_path_text = |path: &str| joined_path_text(directory.path(), path);
+    let unpacked_path_text = |path: &str| join_path_as_text(directory.path(), path);
     for (command, manual_page, expected_word) in
         [("coreward", "coreward-lb", "--detach"), ("coreward-lab", "coreward-lab-sim", "trace")]
     {

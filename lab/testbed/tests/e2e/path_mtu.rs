@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::fleet::{Fleet, TestbedFleetOptions};
 use coreward_testbed::nginx::{LARGE_FILE_BYTES, LARGE_FILE_PATH, NginxServer};
 use coreward_testbed::{Testbed, TestbedOptions, counters, find_missing_testbed_rights, skip_if};
 
@@ -46,7 +46,8 @@ fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     let _nginx_servers: Vec<NginxServer> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
     let _fleet =
-        Fleet::start(&testbed, FleetOptions { policy_name: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
+        Fleet::start(&testbed, TestbedFleetOptions { policy_name: "rr".to_owned(), ..TestbedFleetOptions::default() })
+            .unwrap();
     // Repeat the downloads, because the hash chooses the server, and 12 connections all miss one of three servers once
     // in 43 runs.
     for _ in 0..DOWNLOAD_ROUND_COUNT {

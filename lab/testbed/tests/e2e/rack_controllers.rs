@@ -12,14 +12,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use coreward_testbed::chaos::traffic::stream_service_address;
-use coreward_testbed::conformance::write_busy_times;
+use coreward_testbed::conformance::write_core_busy_times;
 use coreward_testbed::fleet::{
-    CoreLoadSource, Fleet, FleetOptions, agent_name, build_operator_command, core_load_file_path, credential_directory,
+    CoreLoadSource, Fleet, TestbedFleetOptions, agent_name, build_operator_command, core_load_file_path,
+    credential_directory,
 };
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::stream::client::StreamWorkload;
 use coreward_testbed::stream::server::StreamServerProcess;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use coreward_tls::FleetRole;
 use serde_json::Value;
 
@@ -30,9 +31,9 @@ use crate::support::{
 
 const CORE_COUNT: u16 = 2;
 /// Value of `idle_server_number` with which no server is idle.
-const NO_IDLE_SERVER: u16 = 0;
+const NO_IDLE_SERVER_NUMBER: u16 = 0;
 /// Value of `idle_server_number` that ends the thread of [`CoreLoadWriter`].
-const STOP_LOAD_WRITER: u16 = u16::MAX;
+const STOP_LOAD_WRITER_NUMBER: u16 = u16::MAX;
 
 /// Writer of the servers' core load files. All cores appear nearly always busy, except those of one server.
 struct CoreLoadWriter {
@@ -44,11 +45,11 @@ impl CoreLoadWriter {
     fn start(testbed: &Testbed) -> Self {
         let core_load_files: Vec<_> =
             testbed.server_numbers().into_iter().map(|n| (n, core_load_file_path(testbed, n))).collect();
-        let idle_server_number = Arc::new(AtomicU16::new(NO_IDLE_SERVER));
+        let idle_server_number = Arc::new(AtomicU16::new(NO_IDLE_SERVER_NUMBER));
         let idle_server_in_thread = idle_server_number.clone();
         let writer_thread = std::thread::spawn(move || {
             let (mut busy_ns, mut last_update) = (BTreeMap::new(), Instant::now());
-            while idle_server_in_thread.load(Ordering::Relaxed) != STOP_LOAD_WRITER {
+            while idle_server_in_thread.load(Ordering::Relaxed) != STOP_LOAD_WRITER_NUMBER {
                 let elapsed_time = last_update.elapsed();
                 last_update += elapsed_time;
                 for (number, file) in &core_load_files {
@@ -58,7 +59,7 @@ impl CoreLoadWriter {
                     } else {
                         elapsed_time.as_nanos() as u64 / 10 * 9
                     };
-                    write_busy_times(file, &[*core_busy_ns; CORE_COUNT as usize]).unwrap();
+                    write_core_busy_times(file, &[*core_busy_ns; CORE_COUNT as usize]).unwrap();
                 }
                 std::thread::sleep(Duration::from_millis(20));
             }
@@ -73,7 +74,7 @@ impl CoreLoadWriter {
 
 impl Drop for CoreLoadWriter {
     fn drop(&mut self) {
-        self.set_idle_server(STOP_LOAD_WRITER);
+        self.set_idle_server(STOP_LOAD_WRITER_NUMBER);
         let _ = self.writer_thread.take().map(JoinHandle::join);
     }
 }
@@ -105,17 +106,19 @@ impl RackControllersEnv {
         let stream_servers =
             testbed.start_stream_servers_at_address(stream_service_address(&testbed), stream_load_file_path).unwrap();
         let load_writer = CoreLoadWriter::start(&testbed);
-        assert_eventually(*DEFAULT_TIMEOUT, "a file of loads", || core_load_file_path(&testbed, server_count).exists());
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "a file of loads", || {
+            core_load_file_path(&testbed, server_count).exists()
+        });
         let racks_of_servers = server_racks.iter().map(|(server, racks)| (*server, racks.to_vec()));
-        let options = FleetOptions {
-            load_source: CoreLoadSource::PacedServer,
+        let options = TestbedFleetOptions {
+            core_load_source: CoreLoadSource::PacedServer,
             steers_connections: false,
             uses_tls: true,
-            extra_server_lines: racks_of_servers
+            extra_text_by_server: racks_of_servers
                 .clone()
                 .map(|(server, racks)| (server, racks_config_line(&racks)))
                 .collect(),
-            server_racks: racks_of_servers.collect(),
+            rack_numbers_by_server: racks_of_servers.collect(),
             extra_fleet_text: format!(
                 "\n[[service]]\nname = \"streams\"\nvip = \"{}\"\nconsistency = \"stateful\"\n",
                 stream_service_address(&testbed)
@@ -132,7 +135,7 @@ impl RackControllersEnv {
         let all_reach_server = || {
             open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server_number == server)
         };
-        assert_eventually(*DEFAULT_TIMEOUT, &format!("all new connections go to s{server}"), all_reach_server);
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, &format!("all new connections go to s{server}"), all_reach_server);
     }
 
     fn run_coreward(&self, arguments: &[&str]) -> String {
@@ -159,7 +162,7 @@ impl RackControllersEnv {
     fn wait_for_allowed_racks(&self, allowed_racks: &[&[&str]]) {
         let mut missing_servers: BTreeSet<String> =
             (1..=allowed_racks.len()).map(|number| format!("s{number}")).collect();
-        assert_eventually(*DEFAULT_TIMEOUT, &format!("agents are connected through {allowed_racks:?}"), || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, &format!("agents are connected through {allowed_racks:?}"), || {
             let current_racks = self.query_agent_racks();
             for (number, server_racks) in (1..).zip(allowed_racks) {
                 let server = format!("s{number}");
@@ -175,7 +178,7 @@ impl RackControllersEnv {
     }
 
     /// Waits until the agents are connected through these rack controllers.
-    fn wait_for_racks(&self, racks: &[&str]) {
+    fn wait_for_agent_racks(&self, racks: &[&str]) {
         let allowed_racks: Vec<&[&str]> = racks.iter().map(std::slice::from_ref).collect();
         self.wait_for_allowed_racks(&allowed_racks);
     }
@@ -202,7 +205,7 @@ impl RackControllersEnv {
         copy_credential_files(&credential_directory(&self.testbed, certificate.0, certificate.1), &own_directory);
         let log_length = read_daemon_log(&self.testbed, "controller", 0).len();
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
-        assert_eventually(*DEFAULT_TIMEOUT, log_words, || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, log_words, || {
             read_daemon_log(&self.testbed, "controller", log_length).contains(log_words)
         });
         assert!(!self.query_connected_rack_names().iter().any(|name| name == rack));
@@ -210,7 +213,7 @@ impl RackControllersEnv {
         self.fleet.kill_daemon(rack).unwrap();
         copy_credential_files(&backup_directory, &own_directory);
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
-        assert_eventually(*DEFAULT_TIMEOUT, &format!("{rack} is back"), || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, &format!("{rack} is back"), || {
             self.query_connected_rack_names().iter().any(|name| name == rack)
         });
     }
@@ -237,7 +240,7 @@ fn assert_status_shows_racks(env: &RackControllersEnv) {
 
 /// Asserts that the agent of a server behind a rack controller measures all cores as busy.
 fn assert_busy_cores_are_measured(env: &RackControllersEnv) {
-    assert_eventually(*DEFAULT_TIMEOUT, "s1 is seen to be busy", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "s1 is seen to be busy", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
         let core_loads: Vec<f64> =
@@ -250,14 +253,16 @@ fn assert_busy_cores_are_measured(env: &RackControllersEnv) {
 fn assert_agents_report_without_rack_controller(env: &mut RackControllersEnv) {
     env.fleet.kill_daemon("rack1").unwrap();
     let kill_time = Instant::now();
-    env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
+    env.wait_for_agent_racks(&["", "rack2", "rack2", "rack2", ""]);
     println!("rack1's agents report again after {:?}", kill_time.elapsed());
     env.assert_idle_server_gets_all_connections(1);
     env.assert_idle_server_gets_all_connections(2);
     env.fleet.restart_daemon(&env.testbed, "rack1").unwrap();
-    assert_eventually(*DEFAULT_TIMEOUT, "rack1 is back", || env.query_connected_rack_names() == ["rack1", "rack2"]);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "rack1 is back", || {
+        env.query_connected_rack_names() == ["rack1", "rack2"]
+    });
     // No agent had to change its rack controller.
-    env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
+    env.wait_for_agent_racks(&["", "rack2", "rack2", "rack2", ""]);
 }
 
 /// Restarts the controller, and waits until every agent reports through an allowed rack controller or directly.
@@ -273,7 +278,7 @@ fn restart_controller(env: &mut RackControllersEnv) {
         &["", "rack1", "rack2"],
         &[""],
     ]);
-    assert_eventually(*DEFAULT_TIMEOUT, "the racks are back", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the racks are back", || {
         env.query_connected_rack_names() == ["rack1", "rack2"]
     });
     println!("all report {:?} after the controller's restart", restart_time.elapsed());
@@ -283,7 +288,7 @@ fn restart_controller(env: &mut RackControllersEnv) {
 fn rack_and_controller_restarts_break_no_connection() {
     skip_if!(find_missing_testbed_rights());
     let mut env = RackControllersEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
-    env.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
+    env.wait_for_agent_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
     for server in 1..=5 {
         env.assert_idle_server_gets_all_connections(server);
     }
@@ -291,7 +296,7 @@ fn rack_and_controller_restarts_break_no_connection() {
     assert_busy_cores_are_measured(&env);
     assert_drain_waits_for_connections(&env);
 
-    env.load_writer.set_idle_server(NO_IDLE_SERVER);
+    env.load_writer.set_idle_server(NO_IDLE_SERVER_NUMBER);
     let mut connections_before = open_keepalive_connections(&env.testbed, 20);
     let stream_workload = StreamWorkload::endless(40.0);
     let stream_client = env
@@ -323,7 +328,7 @@ fn assert_drain_waits_for_connections(env: &RackControllersEnv) {
     command.stdin(Stdio::null()).stdout(output_file.try_clone().unwrap()).stderr(output_file);
     let mut drain_process = env.testbed.spawn(env.testbed.controller(), command).unwrap();
     let wait_for_output = |expected_text: &str| {
-        assert_eventually(*DEFAULT_TIMEOUT, expected_text, || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, expected_text, || {
             fs::read_to_string(&output_path).unwrap().contains(expected_text)
         })
     };
@@ -334,7 +339,7 @@ fn assert_drain_waits_for_connections(env: &RackControllersEnv) {
     drained_connections.truncate(1);
     wait_for_output("s2 is draining: 1 connection remains\n");
     drained_connections.clear();
-    let exit_status = drain_process.wait_for_exit(*DEFAULT_TIMEOUT).unwrap();
+    let exit_status = drain_process.wait_for_exit(*DEFAULT_WAIT_TIMEOUT).unwrap();
     let output_text = fs::read_to_string(&output_path).unwrap();
     assert!(exit_status.success() && output_text.ends_with("s2 is drained: no connection remains\n"), "{output_text}");
     env.run_coreward(&["undrain", "s2"]);
@@ -342,8 +347,8 @@ fn assert_drain_waits_for_connections(env: &RackControllersEnv) {
 }
 
 /// Asserts that the controller disconnects an agent when a new document forbids the agent's rack controller.
-fn assert_document_disconnects_forbidden_agent(env: &mut RackControllersEnv, mut options: FleetOptions) {
-    assert_eventually(*DEFAULT_TIMEOUT, "s1 is connected through its rack", || {
+fn assert_forbidden_agent_is_disconnected(env: &mut RackControllersEnv, mut options: TestbedFleetOptions) {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "s1 is connected through its rack", || {
         if env.query_agent_rack("s1").is_some_and(|rack| rack == "rack1") {
             return true;
         }
@@ -353,13 +358,13 @@ fn assert_document_disconnects_forbidden_agent(env: &mut RackControllersEnv, mut
         false
     });
     let log_length = read_daemon_log(&env.testbed, "controller", 0).len();
-    options.extra_server_lines.insert(1, racks_config_line(&[]));
+    options.extra_text_by_server.insert(1, racks_config_line(&[]));
     env.fleet.set_fleet_options(&env.testbed, options).unwrap();
     let rejection_words = r#"may not report for server \"s1\": expected its agent itself"#;
-    assert_eventually(*DEFAULT_TIMEOUT, rejection_words, || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, rejection_words, || {
         read_daemon_log(&env.testbed, "controller", log_length).contains(rejection_words)
     });
-    assert_eventually(*DEFAULT_TIMEOUT, "s1 is connected directly", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "s1 is connected directly", || {
         env.query_agent_rack("s1").is_some_and(|rack| rack.is_empty())
     });
     env.assert_idle_server_gets_all_connections(1);
@@ -383,24 +388,24 @@ fn rack_controller_reports_only_for_its_own_servers() {
     // The agent of s2 connects through rack1, which the document does not permit for s2.
     env.fleet.kill_daemon(&agent_name(2)).unwrap();
     let mut options = env.fleet.options().clone();
-    options.server_racks.insert(2, vec![1]);
+    options.rack_numbers_by_server.insert(2, vec![1]);
     env.fleet.set_fleet_options(&env.testbed, options.clone()).unwrap();
     let [controller_log_length, agent_log_length] =
         ["controller", "agent-s2"].map(|daemon| read_daemon_log(&env.testbed, daemon, 0).len());
     env.fleet.restart_daemon(&env.testbed, &agent_name(2)).unwrap();
     let rejection_words = r#"may not report for server \"s2\": expected rack \"rack2\", or its agent itself"#;
-    assert_eventually(*DEFAULT_TIMEOUT, rejection_words, || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, rejection_words, || {
         read_daemon_log(&env.testbed, "controller", controller_log_length).contains(rejection_words)
     });
-    assert_eventually(*DEFAULT_TIMEOUT, rejection_words, || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, rejection_words, || {
         read_daemon_log(&env.testbed, "agent-s2", agent_log_length).contains(rejection_words)
     });
-    assert_eventually(*DEFAULT_TIMEOUT, "s2 is connected directly", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "s2 is connected directly", || {
         env.query_agent_rack("s2").is_some_and(|rack| rack.is_empty())
     });
     let rejected_reports = &env.fleet.query_status(&env.testbed).unwrap()["rejected_reports"]["foreign_rack"];
     assert!(rejected_reports.as_u64().unwrap() >= 1, "{rejected_reports}");
     env.assert_idle_server_gets_all_connections(2);
 
-    assert_document_disconnects_forbidden_agent(&mut env, options);
+    assert_forbidden_agent_is_disconnected(&mut env, options);
 }

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
 use coreward_testbed::stream::StreamRequest;
 use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use socket2::SockRef;
@@ -61,8 +61,10 @@ fn count_connected_sockets(testbed: &Testbed) -> usize {
 fn resets_of_aborted_connections_reach_their_servers() {
     skip_if!(find_missing_testbed_rights());
     let options = TestbedOptions { instance_name: "resets".to_owned(), server_count: 4, ..TestbedOptions::default() };
-    let mut env =
-        FleetTestEnv::start(options, FleetOptions { policy_name: "rr".to_owned(), ..FleetOptions::default() });
+    let mut env = FleetTestEnv::start(
+        options,
+        TestbedFleetOptions { policy_name: "rr".to_owned(), ..TestbedFleetOptions::default() },
+    );
     let client = env.testbed.client().clone();
     client
         .run_within(|| {
@@ -87,5 +89,5 @@ fn resets_of_aborted_connections_reach_their_servers() {
             Ok(())
         })
         .unwrap();
-    assert_eventually(SOCKET_TIMEOUT, "the load balancer counts", || env.sum_counter("broadcast") >= 12);
+    assert_eventually(SOCKET_TIMEOUT, "the load balancer counts", || env.sum_lb_counter("broadcast") >= 12);
 }

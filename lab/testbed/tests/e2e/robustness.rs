@@ -6,10 +6,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS};
-use coreward_testbed::fleet::{Fleet, FleetOptions, ServerAdminState};
+use coreward_testbed::fleet::{Fleet, ServerAdminState, TestbedFleetOptions};
 use coreward_testbed::http::HttpConnection;
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{assert_connections_answered, assert_eventually, open_keepalive_connections};
 
@@ -24,7 +24,8 @@ fn start_env(instance: &str, server_count: u16, policy: &str) -> RobustnessTestE
     let testbed = Testbed::create(options).unwrap();
     let nginx_servers =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
-    let fleet = Fleet::start(&testbed, FleetOptions { policy_name: policy.to_owned(), ..Default::default() }).unwrap();
+    let fleet =
+        Fleet::start(&testbed, TestbedFleetOptions { policy_name: policy.to_owned(), ..Default::default() }).unwrap();
     RobustnessTestEnv { testbed, fleet, nginx_servers }
 }
 
@@ -96,7 +97,7 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
     let mut pool = env.fleet.server_pool().clone();
     pool.insert(1, ServerAdminState::Draining);
     env.fleet.set_server_pool(&env.testbed, pool.clone()).unwrap();
-    assert_eventually(*DEFAULT_TIMEOUT, "server 1 drains", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "server 1 drains", || {
         open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == 2)
     });
     assert_connections_answered(&mut connections);
@@ -109,7 +110,7 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
     // The server returns to the pool.
     pool.insert(1, ServerAdminState::Active);
     env.fleet.set_server_pool(&env.testbed, pool).unwrap();
-    assert_eventually(*DEFAULT_TIMEOUT, "server 1 is back", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "server 1 is back", || {
         open_keepalive_connections(&env.testbed, 10).iter().any(|(_, answerer)| answerer.server_number == 1)
     });
     assert_connections_answered(&mut connections);
@@ -122,7 +123,7 @@ fn explain_predicts_the_serving_server_and_core() {
     let worker_pids: Vec<Vec<u32>> = env.nginx_servers.iter().map(NginxServer::worker_pids).collect();
     let client_address = env.testbed.client_ipv4_address(0);
     // Wait, because an agent searches for workers once a second.
-    assert_eventually(*DEFAULT_TIMEOUT, "connections are steered at every server", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "connections are steered at every server", || {
         open_keepalive_connections(&env.testbed, 8);
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let is_steering =

@@ -5,8 +5,8 @@ use std::time::SystemTime;
 
 use coreward_model::forwarding::ForwardingMode;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
-use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{
     FleetTestEnv, assert_eventually, assert_streams_unbroken, measure_duration_until_logged, run_command_line,
@@ -28,7 +28,12 @@ fn start_env(
     let policy = "rr".to_owned();
     FleetTestEnv::start(
         options,
-        FleetOptions { forwarding, servers_family, policy_name: policy, ..FleetOptions::default() },
+        TestbedFleetOptions {
+            forwarding,
+            server_address_family: servers_family,
+            policy_name: policy,
+            ..TestbedFleetOptions::default()
+        },
     )
 }
 
@@ -49,57 +54,57 @@ fn assert_streams_survive_pool_changes(
     env.set_admin_state(2, Some(ServerAdminState::Draining));
     env.wait_for_connections(40);
     assert_streams_unbroken(stream_client);
-    assert_eventually(*DEFAULT_TIMEOUT, "the load balancer reports", || env.sum_counter("established") > 100);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the load balancer reports", || env.sum_lb_counter("established") > 100);
     for counter in ["drop_exceeds_mtu", "drop_server_unresolved"] {
-        assert_eq!(env.sum_counter(counter), 0, "{counter}");
+        assert_eq!(env.sum_lb_counter(counter), 0, "{counter}");
     }
-    env.assert_counts_only_resets("drop_not_broadcast");
+    env.assert_counter_within_reset_count("drop_not_broadcast");
 }
 
 #[test]
-fn streams_survive_changes_of_a_routed_pool_by_ipip() {
+fn streams_in_ipip_survive_routed_pool_changes() {
     skip_if!(find_missing_testbed_rights());
     assert_streams_survive_pool_changes("routedipip", ForwardingMode::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
 }
 
 #[test]
-fn streams_survive_changes_of_a_routed_pool_by_gue() {
+fn streams_in_gue_survive_routed_pool_changes() {
     skip_if!(find_missing_testbed_rights());
     assert_streams_survive_pool_changes("routedgue", ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4);
 }
 
 #[test]
-fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
+fn ipv6_streams_in_ipip_survive_routed_ipv6_pool_changes() {
     skip_if!(find_missing_testbed_rights());
     assert_streams_survive_pool_changes("routed66ipip", ForwardingMode::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv6);
 }
 
 #[test]
-fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
+fn ipv6_streams_in_gue_survive_routed_ipv6_pool_changes() {
     skip_if!(find_missing_testbed_rights());
     assert_streams_survive_pool_changes("routed66gue", ForwardingMode::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6);
 }
 
 #[test]
-fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_ipip() {
+fn ipv6_streams_in_ipip_survive_routed_ipv4_pool_changes() {
     skip_if!(find_missing_testbed_rights());
     assert_streams_survive_pool_changes("routed64ipip", ForwardingMode::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4);
 }
 
 #[test]
-fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_gue() {
+fn ipv6_streams_in_gue_survive_routed_ipv4_pool_changes() {
     skip_if!(find_missing_testbed_rights());
     assert_streams_survive_pool_changes("routed64gue", ForwardingMode::Gue, AddressFamily::Ipv6, AddressFamily::Ipv4);
 }
 
 #[test]
-fn streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
+fn ipv4_streams_in_ipip_survive_routed_ipv6_pool_changes() {
     skip_if!(find_missing_testbed_rights());
     assert_streams_survive_pool_changes("routed46ipip", ForwardingMode::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
 #[test]
-fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
+fn ipv4_streams_in_gue_survive_routed_ipv6_pool_changes() {
     skip_if!(find_missing_testbed_rights());
     assert_streams_survive_pool_changes("routed46gue", ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
@@ -125,10 +130,10 @@ fn streams_survive_a_change_to_an_ipv6_next_hop() {
         &format!("ip route replace 10.1.1.0/24 via inet6 {link_local_address} dev {HOST_DEVICE}"),
     );
     let next_hop_event = "event=\"next-hops-changed\"";
-    assert_eventually(*DEFAULT_TIMEOUT, next_hop_event, || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, next_hop_event, || {
         measure_duration_until_logged(&env.testbed, 1, next_hop_event, change_time).is_some()
     });
     env.wait_for_connections(60);
     assert_streams_unbroken(stream_client);
-    assert_eq!(env.sum_counter("drop_server_unresolved"), 0);
+    assert_eq!(env.sum_lb_counter("drop_server_unresolved"), 0);
 }

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use coreward_model::forwarding::ForwardingMode;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE, server_address};
-use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::fleet::{Fleet, TestbedFleetOptions};
 use coreward_testbed::uplink::CLIENT_SIDE_DEVICE;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{assert_eventually, run_command_line};
 
@@ -19,9 +19,9 @@ const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
 /// Lengths of test datagrams (bytes). A datagram of the first length is sent without DF in several fragments, and one
 /// of the second length with DF in one packet.
-const DATAGRAM_LENGTHS: [usize; 2] = [8_000, 1_400];
+const TEST_DATAGRAM_BYTES: [usize; 2] = [8_000, 1_400];
 /// Time without an answer after which a client repeats a datagram.
-const RETRY_INTERVAL: Duration = Duration::from_millis(500);
+const DATAGRAM_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Echo servers on every server of the testbed. They return 1 MB per TCP connection and each datagram until this value
 /// is dropped.
@@ -77,9 +77,9 @@ fn echo_datagrams(socket: &UdpSocket, stop_flag: &AtomicBool) {
 
 /// Sends 1 MB to the service over one TCP connection, and receives it back.
 fn exchange_megabyte_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
-    let mut stream = TcpStream::connect_timeout(&service, *DEFAULT_TIMEOUT)?;
-    stream.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
-    stream.set_write_timeout(Some(*DEFAULT_TIMEOUT))?;
+    let mut stream = TcpStream::connect_timeout(&service, *DEFAULT_WAIT_TIMEOUT)?;
+    stream.set_read_timeout(Some(*DEFAULT_WAIT_TIMEOUT))?;
+    stream.set_write_timeout(Some(*DEFAULT_WAIT_TIMEOUT))?;
     let sent_bytes: Vec<u8> = (0..MEGABYTE).map(|index| (index % 251) as u8).collect();
     stream.write_all(&sent_bytes)?;
     let mut received_bytes = vec![0; MEGABYTE];
@@ -98,11 +98,11 @@ fn is_message_too_long(error: &std::io::Error) -> bool {
 fn exchange_megabyte_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> {
     let socket = UdpSocket::bind(if service.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
     socket.connect(service)?;
-    socket.set_read_timeout(Some(RETRY_INTERVAL))?;
+    socket.set_read_timeout(Some(DATAGRAM_RETRY_INTERVAL))?;
     let (mut repeat_count, mut buffer) = (0, vec![0; 65_536]);
     for number in 0..MEGABYTE / length {
         let sent_datagram = vec![number as u8; length];
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         socket.send(&sent_datagram)?;
         loop {
             match socket.recv(&mut buffer) {
@@ -150,12 +150,12 @@ fn start_env(instance: &str, (forwarding, family, servers_family): TunnelKind) -
         forwarding.name()
     );
     let policy = "rr".to_owned();
-    let options = FleetOptions {
+    let options = TestbedFleetOptions {
         forwarding,
-        servers_family,
+        server_address_family: servers_family,
         policy_name: policy,
         extra_fleet_text: udp_service_config,
-        ..FleetOptions::default()
+        ..TestbedFleetOptions::default()
     };
     (Fleet::start(&testbed, options).unwrap(), echo_servers, testbed)
 }
@@ -189,7 +189,7 @@ fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is
         .client()
         .run_within(|| {
             (0..4).try_for_each(|_| exchange_megabyte_by_tcp(service_address))?;
-            for length in DATAGRAM_LENGTHS {
+            for length in TEST_DATAGRAM_BYTES {
                 let repeated_datagram_count = exchange_megabyte_by_udp(service_address, length)?;
                 println!("{length} bytes: {repeated_datagram_count} sent again");
                 anyhow::ensure!(
@@ -205,14 +205,14 @@ fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is
     assert_eq!(read_learned_mtu(&testbed), (max_client_packet_length > max_inner_length).then_some(max_inner_length));
     if max_client_packet_length > max_inner_length {
         let fragmentation_needed_count = || query_lb_counter(&fleet, &testbed, "drop_fragmentation_needed");
-        assert_eventually(*DEFAULT_TIMEOUT, "the load balancer reports its ICMP errors", || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the load balancer reports its ICMP errors", || {
             fragmentation_needed_count() > 0
         });
     }
 }
 
 #[test]
-fn megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280() {
+fn ipip_delivers_megabytes_to_client_behind_mtu_1280() {
     skip_if!(find_missing_testbed_rights());
     assert_megabytes_pass(
         "mtuipipsmall",
@@ -223,13 +223,13 @@ fn megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280() {
 }
 
 #[test]
-fn megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
+fn gue_delivers_megabytes_to_client_behind_mtu_1280() {
     skip_if!(find_missing_testbed_rights());
     assert_megabytes_pass("mtuguesmall", (ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
 }
 
 #[test]
-fn megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000() {
+fn ipip_delivers_megabytes_from_client_with_mtu_9000() {
     skip_if!(find_missing_testbed_rights());
     assert_megabytes_pass(
         "mtuipiplarge",
@@ -240,13 +240,13 @@ fn megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000() {
 }
 
 #[test]
-fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
+fn gue_delivers_megabytes_from_client_with_mtu_9000() {
     skip_if!(find_missing_testbed_rights());
     assert_megabytes_pass("mtuguelarge", (ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
 }
 
 #[test]
-fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280() {
+fn gue_delivers_megabytes_from_client_with_mtu_1280() {
     skip_if!(find_missing_testbed_rights());
     assert_megabytes_pass(
         "mtugueclient",
@@ -257,7 +257,7 @@ fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280() {
 }
 
 #[test]
-fn ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
+fn gue_delivers_ipv6_megabytes_to_client_behind_mtu_1280() {
     skip_if!(find_missing_testbed_rights());
     assert_megabytes_pass(
         "mtugue66small",
@@ -268,7 +268,7 @@ fn ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
 }
 
 #[test]
-fn ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
+fn gue_delivers_ipv6_megabytes_from_client_with_mtu_9000() {
     skip_if!(find_missing_testbed_rights());
     assert_megabytes_pass(
         "mtugue66large",
@@ -279,7 +279,7 @@ fn ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
 }
 
 #[test]
-fn ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000() {
+fn ipip_over_ipv4_delivers_ipv6_megabytes_with_mtu_9000() {
     skip_if!(find_missing_testbed_rights());
     assert_megabytes_pass(
         "mtuipip64large",
@@ -290,7 +290,7 @@ fn ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000() {
 }
 
 #[test]
-fn megabytes_pass_by_ipip_over_ipv6_from_a_client_with_an_mtu_of_9000() {
+fn ipip_over_ipv6_delivers_ipv4_megabytes_with_mtu_9000() {
     skip_if!(find_missing_testbed_rights());
     assert_megabytes_pass(
         "mtuipip46large",

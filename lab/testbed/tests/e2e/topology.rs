@@ -10,8 +10,10 @@ use anyhow::Context as _;
 use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 use coreward_testbed::addresses::{FIRST_IPV4_VIP, HOST_DEVICE, SERVICE_ADDRESS, server_address};
-use coreward_testbed::instance::find_remains;
-use coreward_testbed::rss_emulation::{ReceiveQueueRecorder, attach_xdp_pass, read_registers, write_registers};
+use coreward_testbed::instance::find_leftover_paths;
+use coreward_testbed::rss_emulation::{
+    ReceiveQueueRecorder, attach_xdp_pass_program, read_rss_registers, write_rss_registers,
+};
 use coreward_testbed::{Testbed, TestbedOptions, counters, find_missing_testbed_rights, nginx, skip_if};
 use nix::unistd::{Pid, getpgid};
 
@@ -30,7 +32,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     skip_if!(find_missing_testbed_rights(), Ok(()));
     let mut testbed = Testbed::create(build_testbed_options("ttopology", 2))?;
 
-    attach_xdp_pass(testbed.load_balancer(1)?, HOST_DEVICE)
+    attach_xdp_pass_program(testbed.load_balancer(1)?, HOST_DEVICE)
         .context("the load balancer's device must take native XDP")?;
 
     let nginx = testbed.start_nginx(1)?;
@@ -76,7 +78,11 @@ fn assert_queues_match_prediction(
             FourTuple::ipv4((testbed.client_ipv4_address(0), port), (FIRST_IPV4_VIP, SERVICE_ADDRESS.port()));
         let toeplitz_hash = rss.key.toeplitz_hash(&four_tuple.bytes());
         let predicted_queue = rss.indirection_table.queue_for_hash(toeplitz_hash);
-        assert_eq!(queues.queue_and_hash(&four_tuple)?, Some((predicted_queue, toeplitz_hash)), "source port {port}");
+        assert_eq!(
+            queues.find_queue_and_hash(&four_tuple)?,
+            Some((predicted_queue, toeplitz_hash)),
+            "source port {port}"
+        );
         used_queues[usize::from(predicted_queue)] = true;
     }
     assert!(used_queues.iter().all(|is_used| *is_used), "32 flows did not use all queues: {used_queues:?}");
@@ -90,18 +96,18 @@ fn emulated_rss_delivers_all_flows_to_the_predicted_queues() -> anyhow::Result<(
     let _nginx = testbed.start_nginx(1)?;
     testbed.route_vip_to_server_1(testbed.client())?;
     let queue_recorder = ReceiveQueueRecorder::start(testbed.server(1)?, HOST_DEVICE)?;
-    let registers_path = testbed.emulated_rss_path(1);
+    let registers_path = testbed.emulated_rss_pin_path(1);
 
-    let initial_rss = read_registers(&registers_path)?;
+    let initial_rss = read_rss_registers(&registers_path)?;
     assert_eq!(initial_rss.indirection_table.queue_by_entry()[..6], [0, 1, 2, 3, 0, 1]);
     assert_queues_match_prediction(&testbed, &queue_recorder, &initial_rss, 20_000)?;
 
     let changed_rss = RssConfig {
         key: RssKey::microsoft_verification_key(),
-        indirection_table: IndirectionTable::balanced(7, 256, 4)?,
+        indirection_table: IndirectionTable::draw_balanced_entries(7, 256, 4)?,
     };
-    write_registers(&registers_path, &changed_rss)?;
-    assert_eq!(read_registers(&registers_path)?, changed_rss);
+    write_rss_registers(&registers_path, &changed_rss)?;
+    assert_eq!(read_rss_registers(&registers_path)?, changed_rss);
     assert_queues_match_prediction(&testbed, &queue_recorder, &changed_rss, 21_000)
 }
 
@@ -109,7 +115,8 @@ fn emulated_rss_delivers_all_flows_to_the_predicted_queues() -> anyhow::Result<(
 fn new_nics_have_different_rss_keys() -> anyhow::Result<()> {
     skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(build_testbed_options("tkeys", 2))?;
-    let read_rss_key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss_path(number))?.key) };
+    let read_rss_key =
+        |number| -> anyhow::Result<_> { Ok(read_rss_registers(&testbed.emulated_rss_pin_path(number))?.key) };
     assert_ne!(read_rss_key(1)?, read_rss_key(2)?);
     Ok(())
 }
@@ -185,14 +192,14 @@ fn router_with_a_small_mtu_sends_icmp_errors_to_the_server() -> anyhow::Result<(
     Ok(())
 }
 
-const OWNER_PROCESS_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
+const OWNER_PROCESS_ENV_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
 const KILLED_INSTANCE_NAME: &str = "tkilled";
 
 /// Creates a testbed, reports this, and waits to be killed. The next test runs this function in a separate process.
 #[test]
 #[ignore = "started by the next test"]
 fn own_testbed_until_killed() -> anyhow::Result<()> {
-    if std::env::var_os(OWNER_PROCESS_VARIABLE).is_none() {
+    if std::env::var_os(OWNER_PROCESS_ENV_VARIABLE).is_none() {
         return Ok(());
     }
     let testbed = Testbed::create(build_testbed_options(KILLED_INSTANCE_NAME, 1))?;
@@ -215,7 +222,7 @@ fn killed_testbed_is_removed_by_next_testbed_of_same_name() -> anyhow::Result<()
     let (_, module) = module_path!().split_once("::").context("a module")?;
     let mut owner_process = Command::new(std::env::current_exe()?)
         .args(["--ignored", "--exact", &format!("{module}::own_testbed_until_killed")])
-        .env(OWNER_PROCESS_VARIABLE, "1")
+        .env(OWNER_PROCESS_ENV_VARIABLE, "1")
         .stdout(Stdio::piped())
         .spawn()?;
     let mut owner_lines = BufReader::new(owner_process.stdout.take().context("stdout")?).lines();
@@ -237,7 +244,7 @@ fn killed_testbed_is_removed_by_next_testbed_of_same_name() -> anyhow::Result<()
     assert!(is_process_running(worker_pid));
     drop(Testbed::create(build_testbed_options(KILLED_INSTANCE_NAME, 1))?);
     assert!(!is_process_running(worker_pid));
-    assert_eq!(find_remains(KILLED_INSTANCE_NAME), Vec::<PathBuf>::new());
+    assert_eq!(find_leftover_paths(KILLED_INSTANCE_NAME), Vec::<PathBuf>::new());
     Ok(())
 }
 

@@ -77,7 +77,7 @@ fn commands_in_the_tutorial_succeed() {
 }
 
 /// Runs the shell blocks of `document` in a testbed with two servers behind a router.
-fn run_blocks_with_routed_servers(instance: &str, document: &str) {
+fn run_shell_blocks_with_router(instance: &str, document: &str) {
     let options = TestbedOptions {
         instance_name: instance.to_owned(),
         server_count: 2,
@@ -91,11 +91,11 @@ fn run_blocks_with_routed_servers(instance: &str, document: &str) {
 #[test]
 fn commands_for_routed_servers_succeed() {
     skip_if!(find_missing_testbed_rights());
-    run_blocks_with_routed_servers("routedtutorial", include_str!("../../../../docs/routed.md"));
+    run_shell_blocks_with_router("routedtutorial", include_str!("../../../../docs/routed.md"));
 }
 
 #[test]
 fn commands_for_a_dual_stack_network_succeed() {
     skip_if!(find_missing_testbed_rights());
-    run_blocks_with_routed_servers("dualtutorial", include_str!("../../../../docs/dual-stack.md"));
+    run_shell_blocks_with_router("dualtutorial", include_str!("../../../../docs/dual-stack.md"));
 }

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_testbed::addresses::{FIRST_IPV4_VIP, SERVICE_ADDRESS};
-use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{FleetTestEnv, assert_eventually};
 
@@ -27,7 +27,10 @@ fn start_env(instance: &str, udp_mode: &str, policy: &str) -> FleetTestEnv {
     let options = TestbedOptions { instance_name: instance.to_owned(), server_count: 4, ..TestbedOptions::default() };
     FleetTestEnv::start(
         options,
-        FleetOptions { extra_fleet_text: build_udp_service_config(udp_mode, policy), ..FleetOptions::default() },
+        TestbedFleetOptions {
+            extra_fleet_text: build_udp_service_config(udp_mode, policy),
+            ..TestbedFleetOptions::default()
+        },
     )
 }
 
@@ -67,7 +70,7 @@ impl Drop for DatagramEchoServers {
 }
 
 /// Time without an answer after which a client repeats a request.
-const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+const REQUEST_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Client socket, whose datagrams belong to one flow.
 struct ClientUdpFlow {
@@ -80,7 +83,7 @@ struct ClientUdpFlow {
 impl ClientUdpFlow {
     fn open() -> Self {
         let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
-        socket.set_read_timeout(Some(RETRY_INTERVAL)).unwrap();
+        socket.set_read_timeout(Some(REQUEST_RETRY_INTERVAL)).unwrap();
         socket.connect(SERVICE_ADDRESS).unwrap();
         Self {
             socket,
@@ -92,12 +95,12 @@ impl ClientUdpFlow {
 
     /// Sends a request of `length` bytes, including its id (4 bytes), until an answer arrives. Returns the answering
     /// server's number.
-    fn query_server(&self, length: usize) -> anyhow::Result<u16> {
+    fn query_server_number(&self, length: usize) -> anyhow::Result<u16> {
         let request_id = self.newest_request_id.get() + 1;
         self.newest_request_id.set(request_id);
         let mut sent_datagram: Vec<u8> = (0..length).map(|index| (index % 251) as u8).collect();
         sent_datagram[..4].copy_from_slice(&request_id.to_be_bytes());
-        let deadline = Instant::now() + *DEFAULT_TIMEOUT;
+        let deadline = Instant::now() + *DEFAULT_WAIT_TIMEOUT;
         self.socket.send(&sent_datagram)?;
         let mut buffer = vec![0; 65_536];
         loop {
@@ -141,26 +144,30 @@ fn datagrams_of_a_flow_reach_the_same_server() {
             let flows_and_servers: Vec<(ClientUdpFlow, u16)> = (0..64)
                 .map(|_| {
                     let client_flow = ClientUdpFlow::open();
-                    let server = client_flow.query_server(10).unwrap();
+                    let server = client_flow.query_server_number(10).unwrap();
                     (client_flow, server)
                 })
                 .collect();
             let used_servers: BTreeSet<u16> = flows_and_servers.iter().map(|(_, server)| *server).collect();
             assert_eq!(used_servers.len(), 4, "64 flows at servers {used_servers:?}: once in 10^7 runs were it by lot");
             let assert_flows_stay_at_servers = || {
-                flows_and_servers.iter().for_each(|(flow, server)| assert_eq!(flow.query_server(100).unwrap(), *server))
+                flows_and_servers
+                    .iter()
+                    .for_each(|(flow, server)| assert_eq!(flow.query_server_number(100).unwrap(), *server))
             };
             assert_flows_stay_at_servers();
             // Datagrams longer than a frame come in fragments, of which only the first has ports.
-            flows_and_servers.iter().for_each(|(flow, server)| assert_eq!(flow.query_server(5_000).unwrap(), *server));
+            flows_and_servers
+                .iter()
+                .for_each(|(flow, server)| assert_eq!(flow.query_server_number(5_000).unwrap(), *server));
             env.set_admin_state(1, Some(ServerAdminState::Draining));
-            assert_eventually(*DEFAULT_TIMEOUT, "server 1 drains", || {
-                (0..8).all(|_| ClientUdpFlow::open().query_server(10).unwrap() != 1)
+            assert_eventually(*DEFAULT_WAIT_TIMEOUT, "server 1 drains", || {
+                (0..8).all(|_| ClientUdpFlow::open().query_server_number(10).unwrap() != 1)
             });
             assert_flows_stay_at_servers();
             env.set_admin_state(2, None);
-            assert_eventually(*DEFAULT_TIMEOUT, "server 2 goes", || {
-                (0..8).all(|_| ClientUdpFlow::open().query_server(10).unwrap() > 2)
+            assert_eventually(*DEFAULT_WAIT_TIMEOUT, "server 2 goes", || {
+                (0..8).all(|_| ClientUdpFlow::open().query_server_number(10).unwrap() > 2)
             });
             assert_flows_stay_at_servers();
             Ok(())
@@ -180,7 +187,7 @@ fn datagrams_balanced_per_packet_follow_the_policy() {
             let client_flow = ClientUdpFlow::open();
             // The requests come faster than tables change. Still, packets with the same addresses and ports must
             // alternate between servers.
-            (0..80).map(|_| client_flow.query_server(10)).collect()
+            (0..80).map(|_| client_flow.query_server_number(10)).collect()
         })
         .unwrap();
     let used_servers: BTreeSet<u16> = answering_servers.iter().copied().collect();

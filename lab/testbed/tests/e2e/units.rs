@@ -12,7 +12,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-const LOG_TIMEOUT: Duration = Duration::from_secs(60);
+const UNIT_LOG_TIMEOUT: Duration = Duration::from_secs(60);
 /// User id that replaces the user in the unit's `User=`, which may not exist on this machine.
 const UNPRIVILEGED_USER_ID: &str = "65534";
 
@@ -122,7 +122,7 @@ impl SystemdUnitProcess {
 
     /// Waits until the process's log contains `expected_text`. Fails unless the process then continues to run.
     fn wait_for_log(&mut self, expected_text: &str) {
-        let deadline = Instant::now() + LOG_TIMEOUT;
+        let deadline = Instant::now() + UNIT_LOG_TIMEOUT;
         while !self.read_log().contains(expected_text) {
             let exit_status = self.child.try_wait().unwrap();
             assert!(

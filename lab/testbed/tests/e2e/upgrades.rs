@@ -8,7 +8,7 @@ use coreward_dataplane::mmap_array::MmapArray;
 use coreward_intf as intf;
 use coreward_model::consistency::ConsistencyMode;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::FleetOptions;
+use coreward_testbed::fleet::TestbedFleetOptions;
 use coreward_testbed::stream::client::{StreamClientProcess, StreamWorkload};
 use coreward_testbed::{TestbedOptions, find_missing_testbed_rights, skip_if};
 use libbpf_rs::MapHandle;
@@ -27,7 +27,7 @@ fn start_env(instance: &str, load_balancer_count: u16, consistency: ConsistencyM
         load_balancer_count,
         ..TestbedOptions::default()
     };
-    FleetTestEnv::start(testbed_options, FleetOptions { consistency, ..FleetOptions::default() })
+    FleetTestEnv::start(testbed_options, TestbedFleetOptions { consistency, ..TestbedFleetOptions::default() })
 }
 
 fn agent_names() -> impl Iterator<Item = String> {
@@ -35,7 +35,7 @@ fn agent_names() -> impl Iterator<Item = String> {
 }
 
 /// Stores an unknown layout version in a daemon's pinned map `state`. The map's values have the type `T`.
-fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
+fn store_unknown_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
     let mapped_state = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both types is the version (bpf/include/intf.h).
     mapped_state.store(0, 99);
@@ -57,16 +57,16 @@ impl FleetTestEnv {
     }
 
     /// Restarts a daemon whose pins have an unknown layout version, and waits until the daemon has replaced its pins.
-    fn restart_with_other_layout(&mut self, daemon: &str) {
+    fn restart_with_other_layout_version(&mut self, daemon: &str) {
         let pin_directory = self.pin_path(daemon);
         self.fleet.kill_daemon(daemon).unwrap();
         let find_pinned_problem = || match daemon.starts_with("lb") {
-            true => coreward_dataplane::lb::take_over_problem(&pin_directory),
-            false => coreward_dataplane::server::take_over_problem(&pin_directory).unwrap(),
+            true => coreward_dataplane::lb::find_takeover_problem(&pin_directory),
+            false => coreward_dataplane::server::find_takeover_problem(&pin_directory).unwrap(),
         };
         match daemon.starts_with("lb") {
-            true => set_layout_version::<intf::lb_state>(&pin_directory.join("lb/state")),
-            false => set_layout_version::<intf::server_state>(&pin_directory.join("server/state")),
+            true => store_unknown_layout_version::<intf::lb_state>(&pin_directory.join("lb/state")),
+            false => store_unknown_layout_version::<intf::server_state>(&pin_directory.join("server/state")),
         }
         assert!(find_pinned_problem().is_some());
         self.fleet.restart_daemon(&self.testbed, daemon).unwrap();
@@ -84,7 +84,7 @@ fn pins_with_same_layout_are_reused() {
         env.fleet.upgrade_daemon(&env.testbed, &daemon).unwrap();
         sleep_ms(1_000);
     }
-    env.assert_counts_only_resets("broadcast");
+    env.assert_counter_within_reset_count("broadcast");
     assert_streams_unbroken(stream_client);
 }
 
@@ -95,9 +95,9 @@ fn pins_with_other_layout_are_replaced_when_new_pins_are_ready() {
         let mut env = start_env("uplayout", 1, consistency);
         let stream_client = env.start_streams(150.0);
         sleep_ms(1_500);
-        env.restart_with_other_layout("lb1");
+        env.restart_with_other_layout_version("lb1");
         sleep_ms(500);
-        agent_names().for_each(|agent| env.restart_with_other_layout(&agent));
+        agent_names().for_each(|agent| env.restart_with_other_layout_version(&agent));
         wait_until_configuration_in_force(&env.fleet, &env.testbed);
         assert_streams_unbroken(stream_client);
     }
@@ -123,7 +123,7 @@ fn connections_survive_upgrade_and_downgrade_between_versions() {
     let stream_client = env.start_streams_from(0..2);
     for daemon in &daemon_names {
         sleep_ms(1_500);
-        env.fleet.replace_daemon_binary(&env.testbed, daemon, None).unwrap();
+        env.fleet.restart_daemon_with_binary(&env.testbed, daemon, None).unwrap();
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the newer version");
     }
@@ -134,7 +134,7 @@ fn connections_survive_upgrade_and_downgrade_between_versions() {
     let stream_client = env.start_streams_from(2..4);
     for daemon in &daemon_names {
         sleep_ms(1_500);
-        let replacement_result = env.fleet.replace_daemon_binary(&env.testbed, daemon, Some(&old_binary));
+        let replacement_result = env.fleet.restart_daemon_with_binary(&env.testbed, daemon, Some(&old_binary));
         if let (Err(error), Some(number)) = (replacement_result, daemon.strip_prefix("lb")) {
             println!("{daemon}: {error:#}");
             restart_without_pins_while_other_carries_traffic(&mut env, number.parse().unwrap());
@@ -163,7 +163,7 @@ fn restart_without_pins_while_other_carries_traffic(env: &mut FleetTestEnv, load
 fn restart_without_pins(env: &mut FleetTestEnv, daemon: &str, binary: Option<&Path>) {
     let pin_directory = env.pin_path(daemon);
     // Ignore an error, because the binary may reject pins of the other version.
-    let _ = env.fleet.replace_daemon_binary(&env.testbed, daemon, binary);
+    let _ = env.fleet.restart_daemon_with_binary(&env.testbed, daemon, binary);
     let _ = env.fleet.kill_daemon(daemon);
     for subdirectory in ["lb", "server", "steer"] {
         if let Err(error) = std::fs::remove_dir_all(pin_directory.join(subdirectory)) {

@@ -6,20 +6,20 @@ use std::time::{Duration, SystemTime};
 
 use coreward_etcd::local::LocalEtcdMember;
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
-use coreward_testbed::fleet::{Fleet, FleetOptions, build_operator_command_for};
+use coreward_testbed::fleet::{Fleet, TestbedFleetOptions, build_operator_command_at_controllers};
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::process::TestbedProcess;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_eventually, assert_masked_within, count_broken_connections,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_eventually, assert_server_masked_within, count_broken_connections,
     open_keepalive_connections, try_open_connections,
 };
 
 /// Maximum time in which the health check in [`FLEET_DOCUMENT`] detects a fault. It is interval x fall + timeout, plus
 /// the daemon's tick. The check's timeout is long to allow for a busy machine.
-const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
+const MAX_FAULT_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 const SERVER_COUNT: u16 = 3;
 const FLEET_DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \
                               \"10.200.0.1:80\"\npolicy = \
@@ -60,18 +60,18 @@ impl WithoutEtcdEnv {
         for number in 1..=SERVER_COUNT {
             fleet_document += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
         }
-        let options = FleetOptions {
+        let options = TestbedFleetOptions {
             steers_connections: false,
             controller_count: 2,
             etcd_endpoints: vec![etcd_member.endpoint()],
             leader_lease_s: 5,
             applied_document: Some(fleet_document),
-            ..FleetOptions::default()
+            ..TestbedFleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
         let env = Self { fleet, etcd_process, etcd_member, nginx_servers, testbed };
         env.wait_until_only_servers_answer(&[1, 2, 3]);
-        assert_eventually(*DEFAULT_TIMEOUT, "every load balancer has checked every server", || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "every load balancer has checked every server", || {
             let service_members = env.query_status()["services"][0]["members"].as_array().unwrap().clone();
             let is_up = |member: &Value| {
                 let member_checks = member["health_checks"].as_array().unwrap().clone();
@@ -91,13 +91,13 @@ impl WithoutEtcdEnv {
     }
 
     fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let command = build_operator_command_for(&self.testbed, 1..=2, arguments)?;
+        let command = build_operator_command_at_controllers(&self.testbed, 1..=2, arguments)?;
         Ok(String::from_utf8(self.testbed.run_command(self.testbed.controller(), command)?.stdout)?)
     }
 
     fn query_status(&self) -> Value {
         let mut status_text = String::new();
-        assert_eventually(*DEFAULT_TIMEOUT, "a leader answers", || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "a leader answers", || {
             status_text = self.run_coreward(&["status", "--format", "json"]).unwrap_or_default();
             !status_text.is_empty()
         });
@@ -122,12 +122,12 @@ impl WithoutEtcdEnv {
     fn stop_server_and_assert_masked(&mut self, number: u16) {
         let stop_time = SystemTime::now();
         self.nginx_servers[usize::from(number) - 1] = None;
-        assert_masked_within(MAX_DETECTION_TIME, &self.testbed, &format!("s{number}"), stop_time);
+        assert_server_masked_within(MAX_FAULT_DETECTION_TIME, &self.testbed, &format!("s{number}"), stop_time);
     }
 
     /// Waits until new connections go to exactly these servers, and none fails.
     fn wait_until_only_servers_answer(&self, servers: &[u16]) {
-        assert_eventually(*DEFAULT_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
             let Ok(connections) = try_open_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else {
                 return false;
             };
@@ -146,7 +146,7 @@ fn connections_continue_without_etcd_and_controllers() {
     assert_eq!(env.count_leaders(), 1);
 
     env.kill_etcd();
-    assert_eventually(*DEFAULT_TIMEOUT, "no controller leads", || env.count_leaders() == 0);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "no controller leads", || env.count_leaders() == 0);
     assert!(env.run_coreward(&["drain", "s1"]).is_err());
     env.stop_server_and_assert_masked(2);
     env.wait_until_only_servers_answer(&[1, 3]);
@@ -156,10 +156,10 @@ fn connections_continue_without_etcd_and_controllers() {
     env.wait_until_only_servers_answer(&[1, 2, 3]);
 
     env.restart_etcd();
-    assert_eventually(*DEFAULT_TIMEOUT, "one controller leads", || env.count_leaders() == 1);
-    assert_eventually(*DEFAULT_TIMEOUT, "changes are made again", || env.run_coreward(&["drain", "s1"]).is_ok());
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "one controller leads", || env.count_leaders() == 1);
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "changes are made again", || env.run_coreward(&["drain", "s1"]).is_ok());
     env.wait_until_only_servers_answer(&[2, 3]);
-    assert_eventually(*DEFAULT_TIMEOUT, "and undone", || env.run_coreward(&["undrain", "s1"]).is_ok());
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "and undone", || env.run_coreward(&["undrain", "s1"]).is_ok());
     env.wait_until_only_servers_answer(&[1, 2, 3]);
     assert_eq!(count_broken_connections(&mut connections), 0, "with etcd back");
 

@@ -15,6 +15,6 @@ pub fn start_load_generator(testbed: &Testbed, options: &str) -> anyhow::Result<
     testbed.spawn(testbed.client(), command)
 }
 
-pub fn wait_for_report(load_process: TestbedProcess) -> anyhow::Result<Value> {
+pub fn wait_for_load_report(load_process: TestbedProcess) -> anyhow::Result<Value> {
     load_process.wait_for_json(Duration::from_secs(60))
 }

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use coreward_daemon::drop_capabilities;
 use coreward_metrics::table::Component;
-use coreward_testbed::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState, build_operator_command};
+use coreward_testbed::fleet::{CoreLoadSource, Fleet, ServerAdminState, TestbedFleetOptions, build_operator_command};
 use coreward_testbed::http::{HttpConnection, WorkerIdentity};
 use coreward_testbed::stream::client::{StreamClientProcess, StreamReport, StreamWorkload};
 use coreward_testbed::stream::server::StreamServerProcess;
-use coreward_testbed::{DEFAULT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, counters};
+use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, counters};
 
 pub type ConnectionsAndWorkers = Vec<(HttpConnection, WorkerIdentity)>;
 
@@ -88,19 +88,19 @@ pub struct FleetTestEnv {
 
 impl FleetTestEnv {
     /// Starts a testbed with one core per server, stream servers and a fleet.
-    pub fn start(testbed_options: TestbedOptions, fleet: FleetOptions) -> Self {
+    pub fn start(testbed_options: TestbedOptions, fleet: TestbedFleetOptions) -> Self {
         let testbed = Testbed::create(TestbedOptions { core_count: 1, ..testbed_options }).unwrap();
         let stream_servers = testbed.start_stream_servers().unwrap();
         let fleet_options =
-            FleetOptions { load_source: CoreLoadSource::PacedServer, steers_connections: false, ..fleet };
+            TestbedFleetOptions { core_load_source: CoreLoadSource::PacedServer, steers_connections: false, ..fleet };
         let fleet = Fleet::start(&testbed, fleet_options).unwrap();
         Self { fleet, _stream_servers: stream_servers, testbed }
     }
 
     /// Asserts that this counter of the load balancers is at most the number of resets that the client has sent. A
     /// reset has no cookie. The host sends a reset when a busy server repeats a segment after the connection's end.
-    pub fn assert_counts_only_resets(&self, counter: &str) {
-        let counted_packet_count = self.sum_counter(counter);
+    pub fn assert_counter_within_reset_count(&self, counter: &str) {
+        let counted_packet_count = self.sum_lb_counter(counter);
         let sent_reset_count = counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpOutRsts"];
         assert!(
             counted_packet_count <= sent_reset_count,
@@ -125,7 +125,7 @@ impl FleetTestEnv {
             None => drop(pool.remove(&server)),
         }
         self.fleet.set_server_pool(&self.testbed, pool).unwrap();
-        assert_eventually(*DEFAULT_TIMEOUT, "the controller takes the change", || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the controller takes the change", || {
             query_generation(self) > generation_before
         });
         wait_until_configuration_in_force(&self.fleet, &self.testbed);
@@ -136,7 +136,7 @@ impl FleetTestEnv {
         let read_opened_connection_count =
             || counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpActiveOpens"];
         let expected_connection_count = read_opened_connection_count() + connection_count;
-        assert_eventually(*DEFAULT_TIMEOUT, "the client begins connections", || {
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, "the client begins connections", || {
             read_opened_connection_count() >= expected_connection_count
         });
     }
@@ -150,7 +150,7 @@ impl FleetTestEnv {
     }
 
     /// Returns the sum of a counter over all existing load balancers.
-    pub fn sum_counter(&self, counter: &str) -> u64 {
+    pub fn sum_lb_counter(&self, counter: &str) -> u64 {
         let lb_numbers = self.testbed.load_balancer_numbers();
         lb_numbers.into_iter().map(|number| self.query_load_balancer_counter(&format!("lb{number}"), counter)).sum()
     }
@@ -178,13 +178,13 @@ pub fn fetch_metrics_page(testbed: &Testbed, host: &NetworkNamespace, address: &
 }
 
 /// Returns the value of a time series on a metrics page. `name` is the name of the series with its labels.
-pub fn find_series_value(page: &str, name: &str) -> Option<f64> {
+pub fn find_metric_series_value(page: &str, name: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
 /// Waits until every component has confirmed the current configuration.
 pub fn wait_until_configuration_in_force(fleet: &Fleet, testbed: &Testbed) {
-    assert_eventually(*DEFAULT_TIMEOUT, "every part confirms the configuration", || {
+    assert_eventually(*DEFAULT_WAIT_TIMEOUT, "every part confirms the configuration", || {
         let Ok(status) = fleet.query_status(testbed) else { return false };
         let (Some(servers), Some(balancers)) = (status["servers"].as_array(), status["load_balancers"].as_array())
         else {
@@ -216,11 +216,11 @@ pub fn measure_duration_until_logged(
 
 /// Asserts that every load balancer masks the server `name` of service `web0` at most `limit` after the server stopped
 /// at `stop_time`.
-pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, stop_time: SystemTime) {
+pub fn assert_server_masked_within(limit: Duration, testbed: &Testbed, name: &str, stop_time: SystemTime) {
     let log_words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
     for balancer in testbed.load_balancer_numbers() {
         let measure_masking_delay = || measure_duration_until_logged(testbed, balancer, &log_words, stop_time);
-        assert_eventually(*DEFAULT_TIMEOUT, &log_words, || measure_masking_delay().is_some());
+        assert_eventually(*DEFAULT_WAIT_TIMEOUT, &log_words, || measure_masking_delay().is_some());
         println!("lb{balancer}: masked after {:?}, expected within {limit:?}", measure_masking_delay().unwrap());
         assert!(measure_masking_delay().unwrap() <= limit, "lb{balancer}");
     }
@@ -242,8 +242,8 @@ pub fn assert_eventually(limit: Duration, description: &str, mut is_satisfied: i
 /// were many connections, and that none broke or stalled.
 pub fn assert_streams_unbroken(client: StreamClientProcess) -> StreamReport {
     sleep_ms(2_000);
-    let report = client.terminate_and_report(*DEFAULT_TIMEOUT).unwrap();
-    let sums = report.sum_of_seconds();
+    let report = client.terminate_and_report(*DEFAULT_WAIT_TIMEOUT).unwrap();
+    let sums = report.total_counts();
     println!("{sums:?}, open at the end: {}", report.open_at_end);
     assert_eq!(sums.broken.total_count(), 0, "{:?}", report.seconds);
     // Half of the requests last less than half a second, a quarter more than 20 s. In a long run most new requests are
@@ -254,14 +254,14 @@ pub fn assert_streams_unbroken(client: StreamClientProcess) -> StreamReport {
 }
 
 /// Returns the value of a field in a process's /proc/PID/status.
-pub fn process_status_field(pid: u32, field: &str) -> String {
+pub fn read_process_status_field(pid: u32, field: &str) -> String {
     let status_text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     status_text.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
 }
 
 /// Returns the effective capabilities of a process, as a bit mask.
 pub fn read_effective_capabilities(pid: u32) -> u64 {
-    u64::from_str_radix(&process_status_field(pid, "CapEff:"), 16).unwrap()
+    u64::from_str_radix(&read_process_status_field(pid, "CapEff:"), 16).unwrap()
 }
 
 /// Returns the capabilities that a daemon retains after its start, as a bit mask.

@@ -7,20 +7,20 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_agent::agent::Agent;
-use coreward_agent::config::{AgentConfig, LoadSourceConfig, RssSourceConfig, SteeringMode};
+use coreward_agent::config::{AgentConfig, ConnectionSteeringMode, CoreLoadSourceConfig, RssSourceConfig};
 use coreward_agent::report_state::SentReportState;
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::rss::RssKey;
-use coreward_model::tuple::{Protocol, ServiceAddress};
+use coreward_model::tuple::{ServiceAddress, TransportProtocol};
 use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS, server_address};
 use coreward_testbed::topology::{Testbed, TestbedOptions};
 use coreward_wire::{AgentConfiguration, AgentService};
 use socket2::{Domain, Socket, Type};
 
 pub const CORE_COUNT: u16 = 4;
-const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
+const CONDITION_TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn create_testbed(instance_name: &str) -> anyhow::Result<Testbed> {
     let testbed = Testbed::create(TestbedOptions {
@@ -41,11 +41,11 @@ pub fn create_testbed(instance_name: &str) -> anyhow::Result<Testbed> {
         HOST_DEVICE,
     ]);
     testbed.run_command(testbed.client(), route_command)?;
-    std::fs::write(busy_time_path(&testbed), [0; CORE_COUNT as usize * 8])?;
+    std::fs::write(busy_time_file_path(&testbed), [0; CORE_COUNT as usize * 8])?;
     Ok(testbed)
 }
 
-pub fn busy_time_path(testbed: &Testbed) -> std::path::PathBuf {
+pub fn busy_time_file_path(testbed: &Testbed) -> std::path::PathBuf {
     testbed.directory().join("busy")
 }
 
@@ -57,9 +57,9 @@ pub fn agent_config(testbed: &Testbed) -> AgentConfig {
         pin_directory: testbed.pin_directory().join("agent"),
         manage_rss: true,
         manage_timestamps: true,
-        steer: SteeringMode::Order,
-        load: LoadSourceConfig::Published { path: busy_time_path(testbed) },
-        rss: RssSourceConfig::Testbed { path: testbed.emulated_rss_path(1), entries: 128 },
+        steer: ConnectionSteeringMode::Order,
+        load: CoreLoadSourceConfig::Published { path: busy_time_file_path(testbed) },
+        rss: RssSourceConfig::Testbed { path: testbed.emulated_rss_pin_path(1), entries: 128 },
         metrics: None,
         tls: None,
         dispatch: None,
@@ -76,9 +76,9 @@ pub fn test_agent_configuration() -> AgentConfiguration {
         generation: 1,
         services: vec![AgentService {
             name: "web".to_owned(),
-            address: ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp },
+            address: ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: TransportProtocol::Tcp },
             server_id: test_server_id(),
-            mode: ServiceSettings::default(),
+            settings: ServiceSettings::default(),
         }],
         keys: FleetCookieKeys {
             keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
@@ -104,9 +104,9 @@ pub fn http_get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Resu
         socket.set_reuse_address(true)?;
         socket.set_linger(Some(Duration::ZERO))?;
         socket.bind(&SocketAddr::from((testbed.client_address(0), source_port)).into())?;
-        socket.connect_timeout(&SocketAddr::from(SERVICE_ADDRESS).into(), WAIT_TIMEOUT)?;
+        socket.connect_timeout(&SocketAddr::from(SERVICE_ADDRESS).into(), CONDITION_TIMEOUT)?;
         let mut client_stream = TcpStream::from(socket);
-        client_stream.set_read_timeout(Some(WAIT_TIMEOUT))?;
+        client_stream.set_read_timeout(Some(CONDITION_TIMEOUT))?;
         write!(client_stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
         let mut response_text = String::new();
         client_stream.read_to_string(&mut response_text)?;
@@ -118,9 +118,9 @@ pub fn http_get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Resu
 
 /// Waits until `is_met` returns true. After a timeout, fails with a message that contains `condition_name`.
 pub fn wait_until(condition_name: &str, mut is_met: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
-    let deadline = Instant::now() + WAIT_TIMEOUT;
+    let deadline = Instant::now() + CONDITION_TIMEOUT;
     while !is_met()? {
-        anyhow::ensure!(Instant::now() < deadline, "{condition_name}: not within {WAIT_TIMEOUT:?}");
+        anyhow::ensure!(Instant::now() < deadline, "{condition_name}: not within {CONDITION_TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())

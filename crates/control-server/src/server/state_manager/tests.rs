@@ -27,7 +27,7 @@ fn invalid_fleet_file_does_not_prevent_a_restart() {
     assert!(!is_fleet_file_rejected(&first_manager));
     assert_eq!(first_manager.state_counters().warnings(), [""; 0]);
     std::fs::write(directory.path().join("fleet.toml"), invalid_fleet_text).unwrap();
-    assert!(first_manager.apply_change(RecordChange::Reload, &ChangeAuthor::sighup()).is_err());
+    assert!(first_manager.apply_change(FleetRecordChange::ReloadFleetFile, &FleetChangeAuthor::sighup()).is_err());
     assert!(is_fleet_file_rejected(&first_manager));
     assert!(first_manager.state_counters().warnings()[0].starts_with("the fleet's file is wrong"));
     first_manager.state_counters().is_store_writable.store(false, Ordering::Relaxed);
@@ -39,7 +39,7 @@ fn invalid_fleet_file_does_not_prevent_a_restart() {
         ("load_ewma_alpha = 0.25\n", true)
     );
     std::fs::write(directory.path().join("fleet.toml"), "load_ewma_alpha = 0.75\n").unwrap();
-    second_manager.apply_change(RecordChange::Reload, &ChangeAuthor::sighup()).unwrap();
+    second_manager.apply_change(FleetRecordChange::ReloadFleetFile, &FleetChangeAuthor::sighup()).unwrap();
     assert_eq!(
         (&*second_manager.fleet().document.text, is_fleet_file_rejected(&second_manager)),
         ("load_ewma_alpha = 0.75\n", false)
@@ -65,6 +65,6 @@ fn reload_revokes_certificates_despite_an_invalid_fleet_file() {
     let fingerprint = "AB".repeat(32);
     std::fs::write(&path, format!("revoked_certificates = [\"{fingerprint}\"]\n{config_text}")).unwrap();
     std::fs::write(&fleet, "load_ewma_alpha = 7").unwrap();
-    assert!(manager.apply_change(RecordChange::Reload, &ChangeAuthor::sighup()).is_err());
+    assert!(manager.apply_change(FleetRecordChange::ReloadFleetFile, &FleetChangeAuthor::sighup()).is_err());
     assert!(revoked_certificates.contains(&fingerprint.parse::<CertificateFingerprint>().unwrap()));
 }

@@ -11,19 +11,21 @@ use coreward_http::client::ControllerClient;
 use coreward_http::tokens::token_file_path;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
-use coreward_wire::{FleetChange, FleetConfiguration};
+use coreward_wire::{FleetConfiguration, FleetConfigurationChange};
 use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
 /// Time limit of a wait in tests. The awaited events take milliseconds, or the few seconds of an etcd lease.
-pub const TEST_TIMEOUT: Duration = Duration::from_secs(30);
+pub const CONDITION_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Lock for tests that send SIGHUP, which reaches all controllers in the test process. Tests that restart a controller
 /// also take it, because a reload keeps the store open. So do tests that count generations, which a reload increases.
 pub static SIGHUP_LOCK: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 pub async fn with_timeout<T>(awaited_event: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(TEST_TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {awaited_event}"))
+    tokio::time::timeout(CONDITION_TIMEOUT, future)
+        .await
+        .unwrap_or_else(|_| panic!("waited too long for {awaited_event}"))
 }
 
 /// Applies an update from a load balancer's stream to `newest_configuration`. Returns whether the update changed it.
@@ -33,7 +35,7 @@ pub fn apply_update_to_configuration(newest_configuration: &mut Option<FleetConf
             *newest_configuration = Some(FleetConfiguration::decode(configuration.clone()).unwrap().1)
         }
         Update::Change(change) => {
-            let (change, _) = FleetChange::decode(change.clone()).unwrap();
+            let (change, _) = FleetConfigurationChange::decode(change.clone()).unwrap();
             *newest_configuration =
                 newest_configuration.take().map(|base_configuration| change.apply_to(base_configuration));
         }
@@ -94,7 +96,7 @@ impl TestDirectory {
             address,
             api_address: api,
             client,
-            metrics_text: metrics,
+            render_metrics_text: metrics,
             server_task: tokio::spawn(async move { server.serve().await.unwrap() }),
         }
     }
@@ -106,7 +108,7 @@ pub struct RunningController {
     /// Client of the API with an operator's token.
     pub client: ControllerClient,
     /// Returns the controller's metrics in the text format of Prometheus.
-    pub metrics_text: Box<dyn Fn() -> String + Send + Sync>,
+    pub render_metrics_text: Box<dyn Fn() -> String + Send + Sync>,
     server_task: JoinHandle<()>,
 }
 

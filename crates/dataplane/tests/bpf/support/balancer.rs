@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 
-use coreward_dataplane::lb::{BroadcastRateLimits, COUNTER_COUNT, LoadBalancerOptions, Server, ServiceIndex};
+use coreward_dataplane::lb::{BroadcastRateLimits, LB_COUNTER_COUNT, LoadBalancerOptions, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::uniform_below;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng;
 
@@ -23,7 +23,7 @@ pub const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
 /// MAC address of the balancer, which is the destination of the frames of [`super::TcpPacket`].
-pub const OWN_MAC: MacAddress = MacAddress([0; 6]);
+pub const LOAD_BALANCER_MAC: MacAddress = MacAddress([0; 6]);
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 pub const CLIENT_ENDPOINT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
@@ -41,7 +41,7 @@ pub fn server_id_from_number(number: u64) -> ServerId {
 }
 
 pub fn service_address(vip: impl Into<SocketAddr>) -> ServiceAddress {
-    ServiceAddress { vip_and_port: vip.into(), protocol: Protocol::Tcp }
+    ServiceAddress { vip_and_port: vip.into(), protocol: TransportProtocol::Tcp }
 }
 
 /// IP identification or IPv6 flow label that a forwarded packet must have.
@@ -71,12 +71,12 @@ fn frame_with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
 /// Returns the previous server of the bucket to which the table assigns the connection.
 pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<ServerId> {
     let bucket = table.bucket_count.bucket_of_hash(table.rss_key_by_group[0].toeplitz_hash(&tuple.bytes()));
-    table.previous_consistent_servers.get(bucket as usize).copied().flatten()
+    table.previous_consistent_server_by_bucket.get(bucket as usize).copied().flatten()
 }
 
 /// Returns `options` with a fixed connection hash key, unless they already contain a key. With random keys, each run of
 /// a test would have other hash collisions.
-fn with_fixed_connection_key(options: LoadBalancerOptions) -> LoadBalancerOptions {
+fn options_with_fixed_hash_key(options: LoadBalancerOptions) -> LoadBalancerOptions {
     let fixed_key = CookieKey { k0: 0x5d3c_91ab, k1: 0x0f1e_77c9 };
     LoadBalancerOptions { connection_hash_key: options.connection_hash_key.or(Some(fixed_key)), ..options }
 }
@@ -88,7 +88,7 @@ pub struct TestBalancer {
     /// MAC address of each server, by the index of its service in `service_indexes` and by server id.
     pub server_macs: HashMap<(usize, ServerId), MacAddress>,
     /// Number of connections that the round robin rule has placed so far.
-    pub round_robin_count: u64,
+    pub round_robin_connection_count: u64,
     pub newest_table: Option<PlacementTable>,
 }
 
@@ -112,7 +112,7 @@ impl TestBalancer {
             "expected no limits, or with_limits"
         );
         Self::with_loaded_lb(
-            ModelCheckedLb::load_with_model(with_fixed_connection_key(options), OWN_MAC),
+            ModelCheckedLb::load_with_model(options_with_fixed_hash_key(options), LOAD_BALANCER_MAC),
             services,
             rng,
         )
@@ -125,7 +125,7 @@ impl TestBalancer {
         rng: &mut impl Rng,
     ) -> Self {
         Self::with_loaded_lb(
-            ModelCheckedLb::load_without_model(with_fixed_connection_key(options), OWN_MAC),
+            ModelCheckedLb::load_without_model(options_with_fixed_hash_key(options), LOAD_BALANCER_MAC),
             services,
             rng,
         )
@@ -144,7 +144,7 @@ impl TestBalancer {
             service_indexes,
             fleet_keys,
             server_macs: HashMap::new(),
-            round_robin_count: 0,
+            round_robin_connection_count: 0,
             newest_table: None,
         };
         balancer.set_random_keys(rng);
@@ -159,7 +159,7 @@ impl TestBalancer {
     }
 
     /// Returns a TSval with the server's id as its cookie, stamped with one of the fleet's two keys at random.
-    pub fn stamp_by_random_key(&self, tuple: &FourTuple, server: ServerId, rng: &mut impl Rng) -> u32 {
+    pub fn stamp_tsval_by_random_key(&self, tuple: &FourTuple, server: ServerId, rng: &mut impl Rng) -> u32 {
         let current = if rng.next_u32() & 1 == 0 { CookieKeyIndex::First } else { CookieKeyIndex::Second };
         let keys = FleetCookieKeys { current_key_index: current, ..self.fleet_keys };
         cookie::stamp_tsval(&keys, &FOREIGN_TIME_KEY, tuple, Cookie::Server(server), rng.next_u32())
@@ -197,22 +197,22 @@ impl TestBalancer {
         self.newest_table = Some(table.clone());
     }
 
-    pub fn run_frame(&self, frame: &[u8]) -> (i32, Vec<u8>) {
-        let (xdp_action, packet, _) = self.lb.run_frame(frame);
+    pub fn process_frame(&self, frame: &[u8]) -> (i32, Vec<u8>) {
+        let (xdp_action, packet, _) = self.lb.process_frame(frame);
         (xdp_action, packet)
     }
 
     /// Runs the program on `frame`, which must be forwarded. Returns the MAC address to which it is sent.
     pub fn forward_frame(&self, frame: &[u8]) -> MacAddress {
-        let (xdp_action, packet) = self.run_frame(frame);
+        let (xdp_action, packet) = self.process_frame(frame);
         assert_eq!(xdp_action, XDP_TX);
         MacAddress(packet[..6].try_into().unwrap())
     }
 
-    fn packet_counts_by_outcome(&self, service_position: Option<usize>) -> [u64; COUNTER_COUNT] {
+    fn packet_counts_by_outcome(&self, service_position: Option<usize>) -> [u64; LB_COUNTER_COUNT] {
         match service_position {
             Some(service) => self.lb.service_counters(self.service_indexes[service]).packets_by_outcome,
-            None => self.lb.no_service_packet_counters().packets_by_outcome,
+            None => self.lb.counters_without_service().packets_by_outcome,
         }
     }
 
@@ -228,14 +228,14 @@ impl TestBalancer {
 
     /// Processes `frame`, and checks that only the counter `counter_name` of the service increases, by one,
     /// in the program and in the model.
-    pub fn run_expecting_counter(
+    pub fn process_frame_expecting_counter(
         &self,
         frame: &[u8],
         service_position: Option<usize>,
         counter_name: &str,
     ) -> (i32, Vec<u8>) {
         let counts_before = self.packet_counts_by_service();
-        let (xdp_action, packet, outcome) = self.lb.run_frame(frame);
+        let (xdp_action, packet, outcome) = self.lb.process_frame(frame);
         let counts_after = self.packet_counts_by_service();
         let increased_counters: Vec<_> = std::iter::zip(counts_before, counts_after)
             .filter(|(before, after)| before != after)
@@ -256,14 +256,14 @@ impl TestBalancer {
 
     /// Checks the verdict and the counter of a packet that is not forwarded, and that the packet is unchanged.
     pub fn expect_unforwarded(&self, frame: &[u8], expected_action: i32, service_position: usize, counter_name: &str) {
-        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(service_position), counter_name);
+        let (xdp_action, packet) = self.process_frame_expecting_counter(frame, Some(service_position), counter_name);
         assert_eq!(xdp_action, expected_action, "{counter_name}");
         assert_eq!(packet, frame, "{counter_name}");
     }
 
     /// Makes the checks of [`expect_unforwarded`](Self::expect_unforwarded) for a packet that belongs to no service.
     pub fn expect_unforwarded_without_service(&self, frame: &[u8], expected_action: i32, counter_name: &str) {
-        let (xdp_action, packet) = self.run_expecting_counter(frame, None, counter_name);
+        let (xdp_action, packet) = self.process_frame_expecting_counter(frame, None, counter_name);
         assert_eq!(xdp_action, expected_action, "{counter_name}");
         assert_eq!(packet, frame, "{counter_name}");
     }
@@ -293,7 +293,7 @@ impl TestBalancer {
         identification: ExpectedIdentification,
         counter_name: &str,
     ) {
-        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(service_position), counter_name);
+        let (xdp_action, packet) = self.process_frame_expecting_counter(frame, Some(service_position), counter_name);
         assert_sent_packet(frame, xdp_action, &packet, self.server_macs[&(service_position, server)], identification);
     }
 
@@ -306,7 +306,7 @@ impl TestBalancer {
         drop_counter: &str,
     ) {
         let counts_before = self.packet_counts_by_outcome(Some(service_position));
-        let (xdp_action, packet) = self.run_frame(frame);
+        let (xdp_action, packet) = self.process_frame(frame);
         let counts_after = self.packet_counts_by_outcome(Some(service_position));
         let expected_counter = if xdp_action == XDP_TX { "broadcast" } else { drop_counter };
         let increased_counters = std::iter::zip(counts_before, counts_after)
@@ -340,7 +340,7 @@ fn assert_sent_packet(
         ExpectedIdentification::PreviousServer(Some(server)) => frame_with_identification(frame, server.get()),
     };
     expected_packet[..6].copy_from_slice(&destination.0);
-    expected_packet[6..12].copy_from_slice(&OWN_MAC.0);
+    expected_packet[6..12].copy_from_slice(&LOAD_BALANCER_MAC.0);
     assert_eq!(packet, expected_packet);
 }
 

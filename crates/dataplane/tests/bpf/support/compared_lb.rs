@@ -15,7 +15,8 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    ClockTicks, Connection, ConnectionExpiryReason, ConnectionTimeouts, TableOwnerNumber, max_entries_per_source_prefix,
+    ConnectionEntry, ConnectionExpiryReason, ConnectionTimeouts, DecisecondTicks, TableOwnerNumber,
+    max_entries_per_source_prefix,
 };
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
@@ -25,10 +26,10 @@ use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 const NANOSECONDS_PER_SECOND: u64 = 1_000_000_000;
-const ZERO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
+const ZERO_COOKIE_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
 
 /// Broadcast rate that no test exceeds. At a lower rate, the model and the program would differ, as their clocks do.
-const UNLIMITED_RATE: PacketRateLimit = PacketRateLimit { packets_per_second: 1, burst_packets: u32::MAX };
+const UNLIMITED_BROADCAST_RATE: PacketRateLimit = PacketRateLimit { packets_per_second: 1, burst_packets: u32::MAX };
 
 /// BPF load balancer and its reference model, whose results are compared. Reads go to the program, changes to both. A
 /// change that the model does not support ends the comparison.
@@ -49,8 +50,8 @@ impl Deref for ModelCheckedLb {
 
 fn model_with_options(lb: &LoadBalancer, options: &LoadBalancerOptions, own_mac: MacAddress) -> model::LoadBalancer {
     let unlimited_rate = model::TokenBucketRate {
-        interval_ns: NANOSECONDS_PER_SECOND,
-        burst_ns: NANOSECONDS_PER_SECOND * u64::from(UNLIMITED_RATE.burst_packets - 1),
+        token_interval_ns: NANOSECONDS_PER_SECOND,
+        burst_ns: NANOSECONDS_PER_SECOND * u64::from(UNLIMITED_BROADCAST_RATE.burst_packets - 1),
     };
     let unlimited_rates =
         model::BroadcastRates { per_source: unlimited_rate, per_service: unlimited_rate, total: unlimited_rate };
@@ -63,7 +64,7 @@ fn model_with_options(lb: &LoadBalancer, options: &LoadBalancerOptions, own_mac:
         outer_header: model_outer_header(unspecified_sources, 0),
         vlans: model::LoadBalancerVlans { is_tagging_enabled: lb.uses_vlans(), vip_vlan: options.vip_vlan },
     };
-    let zero_keys = FleetCookieKeys { keys: [ZERO_KEY; 2], current_key_index: CookieKeyIndex::First };
+    let zero_keys = FleetCookieKeys { keys: [ZERO_COOKIE_KEY; 2], current_key_index: CookieKeyIndex::First };
     let mut model = model::LoadBalancer::new(lb_settings, own_mac.0, zero_keys);
     model.set_connection_key(lb.connection_hash_key());
     model
@@ -81,7 +82,7 @@ impl ModelCheckedLb {
     /// Loads the program and its model, with unlimited broadcasts.
     pub fn load_with_model(options: LoadBalancerOptions, own_mac: MacAddress) -> Self {
         let broadcast_limits =
-            [BroadcastRateLimits::with_equal_rates(UNLIMITED_RATE); intf::LIMITED_KIND_COUNT as usize];
+            [BroadcastRateLimits::with_equal_rates(UNLIMITED_BROADCAST_RATE); intf::LIMITED_KIND_COUNT as usize];
         let lb_stamping_clock = LbStampingClock::DaemonTicks;
         let options = LoadBalancerOptions { broadcast_limits, lb_stamping_clock, ..options };
         let mut checked_lb = Self::load_without_model(options.clone(), own_mac);
@@ -105,7 +106,7 @@ impl ModelCheckedLb {
 
     /// Runs the program and the model on `frame`, and asserts that they agree. Returns the verdict, the packet and the
     /// model's outcome.
-    pub fn run_frame(&self, frame: &[u8]) -> (i32, Vec<u8>, Option<model::FrameOutcome>) {
+    pub fn process_frame(&self, frame: &[u8]) -> (i32, Vec<u8>, Option<model::FrameOutcome>) {
         let test_run::TestRunOutcome { verdict, packet, .. } =
             test_run::run_program(self.tested_lb.program_fd(), frame, 1).unwrap();
         let Some(model) = &self.model else { return (verdict, packet, None) };
@@ -176,7 +177,7 @@ impl ModelCheckedLb {
         Ok(())
     }
 
-    pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
+    pub fn enable_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
         self.tested_lb.enable_server_vlans(vlans)?;
         let model_vlans =
             model::LoadBalancerVlans { is_tagging_enabled: self.tested_lb.uses_vlans(), vip_vlan: self.vip_vlan };
@@ -203,29 +204,29 @@ impl ModelCheckedLb {
         self.tested_lb.set_owner_mac(owner, mac);
         let model_owner =
             mac.map_or(model::TableOwnerReachability::Lost, |mac| model::TableOwnerReachability::Reachable(mac.0));
-        self.change_model(|model| model.set_other_owner(owner, model_owner));
+        self.change_model(|model| model.set_other_owner_reachability(owner, model_owner));
     }
 
     pub fn remove_owner(&mut self, owner: TableOwnerNumber) {
         self.tested_lb.remove_owner(owner);
-        self.change_model(|model| model.set_other_owner(owner, model::TableOwnerReachability::Unknown));
+        self.change_model(|model| model.set_other_owner_reachability(owner, model::TableOwnerReachability::Unknown));
     }
 
     pub fn tick_packet_clock(&mut self, monotonic_time: Duration) {
         self.tested_lb.tick_packet_clock(monotonic_time);
-        self.change_model(|model| model.set_clock(ClockTicks::from_monotonic_time(monotonic_time)));
+        self.change_model(|model| model.set_current_time(DecisecondTicks::from_monotonic_time(monotonic_time)));
     }
 
     pub fn scan_expired_connections(
         &mut self,
         timeouts: &ConnectionTimeouts,
         entries_to_scan: u32,
-    ) -> Vec<(Connection, ConnectionExpiryReason)> {
-        self.change_model(model::LoadBalancer::record_sweep);
+    ) -> Vec<(ConnectionEntry, ConnectionExpiryReason)> {
+        self.change_model(model::LoadBalancer::record_connection_table_sweep);
         self.tested_lb.scan_expired_connections(timeouts, entries_to_scan)
     }
 
-    pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
+    pub fn free_connections(&mut self, connections: &[ConnectionEntry]) -> anyhow::Result<usize> {
         self.change_model(|model| model.free_unchanged_connections(connections));
         self.tested_lb.free_connections(connections)
     }
@@ -245,14 +246,14 @@ impl ModelCheckedLb {
         self.tested_lb.recount_connections();
     }
 
-    pub fn set_traffic_counting(&mut self, is_enabled: bool) -> anyhow::Result<()> {
-        self.tested_lb.set_traffic_counting(is_enabled)?;
-        self.change_model(|model| model.set_traffic_counting(is_enabled));
+    pub fn set_server_traffic_counting(&mut self, is_enabled: bool) -> anyhow::Result<()> {
+        self.tested_lb.set_server_traffic_counting(is_enabled)?;
+        self.change_model(|model| model.set_server_traffic_counting(is_enabled));
         Ok(())
     }
 
     /// Ends the comparison with the model, for tests whose packets do not all pass through
-    /// [`run_frame`](Self::run_frame).
+    /// [`process_frame`](Self::process_frame).
     pub fn drop_model(&mut self) {
         self.model = None;
     }

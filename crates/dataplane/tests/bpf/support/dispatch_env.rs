@@ -20,13 +20,13 @@ pub const SERVICE_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv
 /// Runs `test` in a new network namespace. Tests run one at a time, because child processes of another test would keep
 /// this test's worker sockets open until their execve(2).
 pub fn run_in_namespace(test: impl FnOnce() + Send) {
-    static TEST_LOCK: Mutex<()> = Mutex::new(());
-    let _test_guard = TEST_LOCK.lock();
-    run_in_another_namespace(test);
+    static DISPATCH_TEST_LOCK: Mutex<()> = Mutex::new(());
+    let _test_guard = DISPATCH_TEST_LOCK.lock();
+    run_in_new_namespace(test);
 }
 
 /// Runs `action` in another thread, in a new network namespace whose loopback device is up.
-pub fn run_in_another_namespace(action: impl FnOnce() + Send) {
+pub fn run_in_new_namespace(action: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
         let namespace_thread = scope.spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
@@ -62,8 +62,8 @@ pub struct TemporaryPinDirectory(pub PathBuf);
 
 impl TemporaryPinDirectory {
     pub fn new() -> Self {
-        static NEXT_DIRECTORY_NUMBER: AtomicU32 = AtomicU32::new(0);
-        let directory_number = NEXT_DIRECTORY_NUMBER.fetch_add(1, Ordering::Relaxed);
+        static NEXT_PIN_DIRECTORY_NUMBER: AtomicU32 = AtomicU32::new(0);
+        let directory_number = NEXT_PIN_DIRECTORY_NUMBER.fetch_add(1, Ordering::Relaxed);
         Self(PathBuf::from(format!("/sys/fs/bpf/coreward-dispatch-test-{}-{directory_number}", std::process::id())))
     }
 }
@@ -109,8 +109,9 @@ impl DispatchTestEnv {
 
     /// Sends a request from the socket `client`, and waits until it is dispatched.
     pub fn send_request(&self, client: &UdpSocket, payload: &[u8]) {
-        let read_dispatched_count =
-            || self.dispatch.ledger().worker_counts().iter().map(|worker| worker.dispatched_requests).sum::<u64>();
+        let read_dispatched_count = || {
+            self.dispatch.ledger().worker_request_counts().iter().map(|worker| worker.dispatched_requests).sum::<u64>()
+        };
         let dispatched_count_before = read_dispatched_count();
         client.send(payload).unwrap();
         wait_for_value("a request to be dispatched", || {
@@ -156,17 +157,17 @@ impl DispatchTestEnv {
     /// Advances the virtual time by 100 ms, and then runs the periodic maintenance once. Returns whether it has found a
     /// dead worker.
     pub fn poll_dispatcher(&mut self, timeouts: &RequestTimeouts) -> bool {
-        self.virtual_time += dispatch::QUEUE_POLL_INTERVAL;
+        self.virtual_time += dispatch::WORKER_QUEUE_POLL_INTERVAL;
         self.dispatch.maintain_service(self.virtual_time, timeouts).unwrap()
     }
 
-    pub fn worker_counts(&self, slot: u32) -> WorkerRequestCounts {
-        let workers = self.dispatch.ledger().worker_counts();
+    pub fn worker_request_counts(&self, slot: u32) -> WorkerRequestCounts {
+        let workers = self.dispatch.ledger().worker_request_counts();
         workers.into_iter().find(|worker| worker.socket_slot == slot).unwrap()
     }
 
     pub fn outstanding_request_counts(&self) -> Vec<u32> {
-        self.dispatch.ledger().worker_counts().iter().map(|worker| worker.outstanding_requests).collect()
+        self.dispatch.ledger().worker_request_counts().iter().map(|worker| worker.outstanding_requests).collect()
     }
 
     pub fn counter(&self, counter_value: coreward_intf::dispatch_counter) -> u64 {

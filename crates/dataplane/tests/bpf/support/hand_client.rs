@@ -115,7 +115,7 @@ impl<'env> RawTcpClient<'env> {
     }
 
     /// Waits until the server has processed all sent packets. Returns the packets to this client since the last call.
-    pub fn collect_own_frames(&self) -> Vec<Vec<u8>> {
+    pub fn collect_frames_to_this_client(&self) -> Vec<Vec<u8>> {
         let mut frames = self.sniffer.collect_frames_from_vip(self.env);
         frames.retain(|frame| self.is_for_this_client(frame));
         frames
@@ -165,7 +165,7 @@ impl<'env> RawTcpClient<'env> {
 }
 
 /// Writes `identification`, the id of the previous server, into a frame's IP identification or flow label.
-pub fn set_previous_server(frame: &mut [u8], identification: u16) {
+pub fn write_previous_server_id(frame: &mut [u8], identification: u16) {
     if is_ipv6(frame) {
         frame[16..18].copy_from_slice(&identification.to_be_bytes());
         return;
@@ -178,7 +178,7 @@ pub fn set_previous_server(frame: &mut [u8], identification: u16) {
 
 /// Sets a frame's destination MAC address to the broadcast address, as the load balancer does if it cannot determine
 /// the packet's server.
-pub fn set_broadcast_mac(frame: &mut [u8]) {
+pub fn set_broadcast_destination_mac(frame: &mut [u8]) {
     frame[..6].fill(0xff);
 }
 

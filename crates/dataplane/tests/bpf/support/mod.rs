@@ -57,7 +57,7 @@ pub struct TcpPacket {
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
     /// IPv6 source and destination, or `None` if the packet is IPv4.
-    pub ipv6_addresses: Option<[Ipv6Addr; 2]>,
+    pub ipv6_source_and_destination: Option<[Ipv6Addr; 2]>,
     pub extension_headers: Vec<ExtensionHeader>,
     pub flags: u8,
     /// TCP options as bytes, which are padded with zeros (end of options) to a multiple of four.
@@ -73,7 +73,7 @@ impl TcpPacket {
             source: SocketAddrV4::new(source.0, source.1),
             destination: SocketAddrV4::new(destination.0, destination.1),
             ip_options: vec![],
-            ipv6_addresses: None,
+            ipv6_source_and_destination: None,
             extension_headers: vec![],
             flags: ACK,
             tcp_options: vec![],
@@ -89,7 +89,10 @@ impl TcpPacket {
             (IpAddr::V6(source), IpAddr::V6(destination)) => {
                 let unspecified_address = Ipv4Addr::UNSPECIFIED;
                 let ipv6_addresses = Some([source, destination]);
-                Self { ipv6_addresses, ..Self::new((unspecified_address, ports.0), (unspecified_address, ports.1)) }
+                Self {
+                    ipv6_source_and_destination: ipv6_addresses,
+                    ..Self::new((unspecified_address, ports.0), (unspecified_address, ports.1))
+                }
             }
             _ => panic!("{source} and {destination}"),
         }
@@ -102,8 +105,8 @@ impl TcpPacket {
 
     pub fn to_frame_with_sequence(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
         let ipv4_frame = self.to_ipv4_frame(sequence, acknowledgement);
-        let Some(addresses) = self.ipv6_addresses else { return ipv4_frame };
-        let mut frame = with_ipv6_header(&ipv4_frame, addresses, &self.extension_headers);
+        let Some(addresses) = self.ipv6_source_and_destination else { return ipv4_frame };
+        let mut frame = frame_with_ipv6_header(&ipv4_frame, addresses, &self.extension_headers);
         frame[..6].copy_from_slice(&self.destination_mac);
         frame
     }
@@ -232,12 +235,12 @@ pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protoco
 
 impl TcpPacket {
     pub fn to_ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[ExtensionHeader]) -> Vec<u8> {
-        with_ipv6_header(&self.to_frame(), [client, vip], headers)
+        frame_with_ipv6_header(&self.to_frame(), [client, vip], headers)
     }
 }
 
 /// Returns the frame `ipv4` with its IPv4 header replaced by an IPv6 header and extension headers.
-fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader]) -> Vec<u8> {
+fn frame_with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader]) -> Vec<u8> {
     let mut frame = ipv6_frame(addresses, headers, 6, &ipv4[tcp_header_offset(ipv4)..]);
     let checksum_offset = tcp_header_offset(&frame) + 16;
     frame[checksum_offset..checksum_offset + 2].fill(0);

@@ -20,7 +20,7 @@ pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// With several CPUs, a segment now and then overtakes an older segment. If both were sent within a millisecond, Linux
 /// accepts the older one, whose TSval is one tick less (TCP_PAWS_WINDOW in include/net/tcp.h). With stamping, a
 /// millisecond is 65,536 ticks (4,096 with timestamps = "lb"). The older segment is then dropped (PAWSEstab).
-pub fn pin_to_one_cpu() {
+pub fn pin_thread_to_one_cpu() {
     let (mut cpu_set, this_thread) = (CpuSet::new(), Pid::from_raw(0));
     let allowed_cpus = sched_getaffinity(this_thread).unwrap();
     let cpu_numbers: Vec<usize> = (0..CpuSet::count()).filter(|cpu| allowed_cpus.is_set(*cpu).unwrap()).collect();
@@ -127,7 +127,7 @@ pub struct PinDirectory {
 
 impl PinDirectory {
     pub fn new() -> Self {
-        static NEXT_DIRECTORY_NUMBER: AtomicU32 = AtomicU32::new(0);
+        static NEXT_PIN_DIRECTORY_NUMBER: AtomicU32 = AtomicU32::new(0);
         const PIN_DIRECTORY_PREFIX: &str = "coreward-test-";
         for entry in fs::read_dir("/sys/fs/bpf").unwrap().flatten() {
             let directory_name = entry.file_name().into_string().unwrap_or_default();
@@ -137,7 +137,7 @@ impl PinDirectory {
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
-        let directory_number = NEXT_DIRECTORY_NUMBER.fetch_add(1, Ordering::Relaxed);
+        let directory_number = NEXT_PIN_DIRECTORY_NUMBER.fetch_add(1, Ordering::Relaxed);
         let path =
             PathBuf::from(format!("/sys/fs/bpf/{PIN_DIRECTORY_PREFIX}{}-{directory_number}", std::process::id()));
         fs::create_dir(&path).unwrap();

@@ -10,11 +10,11 @@ use coreward_dataplane::server::{ServerProgramOptions, ServerPrograms};
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use socket2::{Domain, Socket, Type};
 
-use super::network::{CLIENT_IPV4, PinDirectory, SERVER_IPV4, VIP, VethPair, pin_to_one_cpu};
+use super::network::{CLIENT_IPV4, PinDirectory, SERVER_IPV4, VIP, VethPair, pin_thread_to_one_cpu};
 use super::{ACK, AddressFamily, FIN, RST, SYN, read_u32, tsval_clock_ms, tsval_offset};
 
 pub const SERVICE_PORT: u16 = 80;
@@ -61,7 +61,7 @@ fn add_ipv6_addresses(veth_pair: &VethPair) {
 /// Configures the IPv4 and the IPv6 service with this mode.
 pub fn set_services(programs: &mut ServerPrograms, mode: ServiceSettings) {
     let service_of_family = |family| {
-        (ServiceAddress { vip_and_port: vip_address(family), protocol: Protocol::Tcp }, test_server_id(), mode)
+        (ServiceAddress { vip_and_port: vip_address(family), protocol: TransportProtocol::Tcp }, test_server_id(), mode)
     };
     programs.set_services(&AddressFamily::BOTH.map(service_of_family)).unwrap();
 }
@@ -77,17 +77,17 @@ pub struct ServerTestEnv {
 
 impl ServerTestEnv {
     pub fn new() -> Self {
-        Self::start_with_mode(ServiceSettings::default())
+        Self::start_with_settings(ServiceSettings::default())
     }
 
     /// Starts a server whose services have this mode. Test connections use IPv4.
-    pub fn start_with_mode(mode: ServiceSettings) -> Self {
+    pub fn start_with_settings(mode: ServiceSettings) -> Self {
         Self::start_for_family(AddressFamily::Ipv4, mode)
     }
 
     /// Starts a server whose services have this mode. Test connections use `family`.
     pub fn start_for_family(family: AddressFamily, mode: ServiceSettings) -> Self {
-        pin_to_one_cpu();
+        pin_thread_to_one_cpu();
         let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
         add_ipv6_addresses(&veth_pair);
         let mut programs = attach_programs(&veth_pair, &pins);
@@ -121,7 +121,7 @@ impl ServerTestEnv {
 
     /// Asserts that neither the client's nor the server's kernel has counted an error. Retransmissions are allowed,
     /// because veth sometimes loses a packet on few CPUs, even without BPF programs.
-    pub fn assert_no_errors(&self) {
+    pub fn assert_no_kernel_errors(&self) {
         for host in [&self.veth_pair.client, &self.veth_pair.server] {
             for counter in
                 ["TcpExtPAWSEstab", "TcpExtPAWSActive", "TcpExtTSEcrRejected", "TcpInErrs", "TcpInCsumErrors"]
@@ -177,18 +177,21 @@ impl PacketSniffer {
 
     /// Returns the first 160 bytes of each TCP packet from the VIP that was received since the last call.
     pub fn receive_frames_from_vip(&self) -> Vec<Vec<u8>> {
-        self.receive_frames_of_family().into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
+        self.receive_frames_of_family().into_iter().filter(|frame| is_frame_from_vip(self.family, frame)).collect()
     }
 
     /// Returns only the packets from the VIP among those that
     /// [`collect_frames_until_processed`](Self::collect_frames_until_processed) returns.
     pub fn collect_frames_from_vip(&self, env: &ServerTestEnv) -> Vec<Vec<u8>> {
-        self.collect_frames_until_processed(env).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
+        self.collect_frames_until_processed(env)
+            .into_iter()
+            .filter(|frame| is_frame_from_vip(self.family, frame))
+            .collect()
     }
 
     /// Returns the first 160 bytes of each packet of the sniffer's family that was received since the last call.
     pub fn receive_frames_of_family(&self) -> Vec<Vec<u8>> {
-        self.receive_frames().into_iter().filter(|frame| is_of_family(self.family, frame)).collect()
+        self.receive_frames().into_iter().filter(|frame| is_frame_of_family(self.family, frame)).collect()
     }
 
     fn receive_frames(&self) -> Vec<Vec<u8>> {
@@ -216,7 +219,7 @@ impl PacketSniffer {
         loop {
             let new_frames = self.receive_frames();
             let has_arp_reply = new_frames.iter().any(is_arp_reply);
-            frames.extend(new_frames.into_iter().filter(|frame| is_of_family(self.family, frame)));
+            frames.extend(new_frames.into_iter().filter(|frame| is_frame_of_family(self.family, frame)));
             if has_arp_reply {
                 return frames;
             }
@@ -226,15 +229,15 @@ impl PacketSniffer {
     }
 }
 
-fn is_of_family(family: AddressFamily, frame: &[u8]) -> bool {
+fn is_frame_of_family(family: AddressFamily, frame: &[u8]) -> bool {
     match family {
         AddressFamily::Ipv4 => frame.len() >= 34 && frame[12..14] == [8, 0],
         AddressFamily::Ipv6 => frame.len() >= 54 && frame[12..14] == [0x86, 0xdd],
     }
 }
 
-fn is_from_vip(family: AddressFamily, frame: &[u8]) -> bool {
-    is_of_family(family, frame)
+fn is_frame_from_vip(family: AddressFamily, frame: &[u8]) -> bool {
+    is_frame_of_family(family, frame)
         && match family {
             AddressFamily::Ipv4 => frame.len() >= 54 && frame[23] == 6 && frame[26..30] == VIP.octets(),
             AddressFamily::Ipv6 => frame.len() >= 74 && frame[20] == 6 && frame[22..38] == VIP_IPV6.octets(),

@@ -7,9 +7,9 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::connection_table::{
-    Connection, ConnectionHash, ConnectionTableSize, TableOwnerNumber, decode_cookie_index, encode_syn_tsecr,
+    ConnectionEntry, ConnectionHash, ConnectionTableSize, TableOwnerNumber, decode_cookie_index, encode_syn_tsecr,
 };
-use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, CookieStamper, ServiceSettings};
 use coreward_model::cookie::{self, Cookie, FleetCookieKeys};
 use coreward_model::forwarding::ForwardingMode;
 use coreward_model::placement::PlacementRule;
@@ -17,21 +17,21 @@ use rand::Rng;
 
 pub use super::balancer::{VIP, four_tuple_to_vip, random_client};
 
-use super::balancer::{OWN_MAC, TestBalancer, XDP_TX, random_placement_table, service_address};
+use super::balancer::{LOAD_BALANCER_MAC, TestBalancer, XDP_TX, random_placement_table, service_address};
 use super::{
     ACK, FOREIGN_TIME_KEY, SYN, TcpPacket, aligned_timestamp_option, read_u32, timestamp_option, tsval_offset,
 };
 
-pub const STATEFUL_MODE: ServiceSettings = ServiceSettings {
+pub const STATEFUL_SERVICE_SETTINGS: ServiceSettings = ServiceSettings {
     consistency: ConsistencyMode::Stateful,
-    timestamps: TimestampOrigin::Server,
+    timestamps: CookieStamper::Server,
     migration: None,
     forwarding: ForwardingMode::L2,
 };
 
 pub type ClientEndpoint = (Ipv4Addr, u16);
 
-pub fn ipv4_client_endpoint(connection: &Connection) -> ClientEndpoint {
+pub fn ipv4_client_endpoint(connection: &ConnectionEntry) -> ClientEndpoint {
     match connection.client.ip() {
         IpAddr::V4(address) => (address, connection.client.port()),
         IpAddr::V6(address) => panic!("a connection of {address}"),
@@ -42,7 +42,7 @@ pub fn table_owner_number(number: u64) -> TableOwnerNumber {
     TableOwnerNumber::try_from(number).unwrap()
 }
 
-pub fn own_owner_number() -> TableOwnerNumber {
+pub fn tested_lb_owner_number() -> TableOwnerNumber {
     table_owner_number(5)
 }
 
@@ -53,11 +53,11 @@ pub fn stateful_balancer(entry_count: u64, rng: &mut impl Rng) -> (TestBalancer,
         connection_table_size: ConnectionTableSize::try_from(entry_count).unwrap(),
         ..LoadBalancerOptions::default()
     };
-    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, rng);
+    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), STATEFUL_SERVICE_SETTINGS)], options, rng);
     let server_ids = balancer.replace_servers(0, 9, rng);
     let table = random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, rng);
     balancer.install_table(0, &table);
-    balancer.lb.set_owner_number(Some(own_owner_number()));
+    balancer.lb.set_owner_number(Some(tested_lb_owner_number()));
     (balancer, server_ids)
 }
 
@@ -125,7 +125,7 @@ impl TestBalancer {
     /// Sends a SYN. Returns the chosen server and the connection table index for the server's cookies. The index is
     /// `None` if the connection has no table entry.
     pub fn send_syn(&self, client: ClientEndpoint) -> (ServerId, Option<u16>) {
-        let (xdp_action, packet) = self.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
+        let (xdp_action, packet) = self.process_frame_expecting_counter(&syn_frame(client), Some(0), "new_connection");
         assert_eq!(xdp_action, XDP_TX);
         (self.server_with_mac(&packet[..6]), read_cookie_index(&packet))
     }
@@ -136,7 +136,7 @@ impl TestBalancer {
         EstablishedConnection { client, server, cookie_index: number.expect("an entry") }
     }
 
-    pub fn connection_entry(&self, client: ClientEndpoint) -> Option<Connection> {
+    pub fn connection_entry(&self, client: ClientEndpoint) -> Option<ConnectionEntry> {
         let client = SocketAddr::from(client);
         let mut client_connections =
             self.lb.connections(self.service_indexes[0]).filter(|connection| connection.client == client);
@@ -150,13 +150,13 @@ impl TestBalancer {
     }
 
     /// Asserts that a packet with the connection's table index is sent to the connection's server.
-    pub fn expect_found_by_index(&self, connection: &EstablishedConnection) {
+    pub fn expect_index_leads_to_server(&self, connection: &EstablishedConnection) {
         let frame = frame_with_cookie_index(self, connection.client, connection.cookie_index);
         self.expect_sent_to(0, &frame, connection.server, "connection_table");
     }
 
     /// Asserts that a packet whose cookie holds the id of `server` is sent to that server.
-    pub fn expect_cookie_leads_to(&self, client: ClientEndpoint, server: ServerId) {
+    pub fn expect_cookie_leads_to_server(&self, client: ClientEndpoint, server: ServerId) {
         let tuple = four_tuple_to_vip(client);
         let tsecr = cookie::stamp_tsval(&self.fleet_keys, &FOREIGN_TIME_KEY, &tuple, Cookie::Server(server), 5);
         let tcp_options = aligned_timestamp_option(1, tsecr);
@@ -166,10 +166,10 @@ impl TestBalancer {
 
     /// Asserts that `frame` is sent to the MAC address `mac`, and that only its MAC addresses change.
     pub fn expect_sent_to_mac(&self, frame: &[u8], mac: MacAddress, counter_name: &str) {
-        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(0), counter_name);
+        let (xdp_action, packet) = self.process_frame_expecting_counter(frame, Some(0), counter_name);
         let mut expected_packet = frame.to_vec();
         expected_packet[..6].copy_from_slice(&mac.0);
-        expected_packet[6..12].copy_from_slice(&OWN_MAC.0);
+        expected_packet[6..12].copy_from_slice(&LOAD_BALANCER_MAC.0);
         assert_eq!((xdp_action, packet), (XDP_TX, expected_packet), "{counter_name}");
     }
 }

@@ -10,7 +10,7 @@ use super::AddressFamily;
 
 pub const ETHERNET_HEADER_BYTES: usize = 14;
 /// Source addresses of the load balancer's outer headers.
-pub const OWN_OUTER_ADDRESSES: OuterSourceAddresses =
+pub const LB_OUTER_SOURCE_ADDRESSES: OuterSourceAddresses =
     OuterSourceAddresses { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
 
 /// Kind of encapsulation, with the address families of the inner and the outer packet.
@@ -67,8 +67,8 @@ pub fn client_socket_address(family: AddressFamily) -> SocketAddr {
 
 pub fn own_outer_address(family: AddressFamily) -> IpAddr {
     match family {
-        AddressFamily::Ipv4 => OWN_OUTER_ADDRESSES.ipv4.into(),
-        AddressFamily::Ipv6 => OWN_OUTER_ADDRESSES.ipv6.into(),
+        AddressFamily::Ipv4 => LB_OUTER_SOURCE_ADDRESSES.ipv4.into(),
+        AddressFamily::Ipv6 => LB_OUTER_SOURCE_ADDRESSES.ipv6.into(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Tests of checks for netfilter chains that drop, track or redirect packets.
 
 use super::*;
-use crate::nat_rules::{DestinationCondition, NatRule, NetfilterChain};
+use crate::nat_rules::{NatDestinationCondition, NatRule, NetfilterChain};
 
 fn new_chain(hook: &str, drops_packets: bool, accepts_packets: bool, tracks_connections: bool) -> NetfilterChain {
     NetfilterChain {
@@ -31,16 +31,16 @@ fn problems_with_chain(
 fn firewalls_are_reported_where_they_drop_packets() {
     assert_eq!(
         problems_with_chain(MachineRole::Server, new_chain("input", true, false, false), false),
-        [("firewall", FAULT)]
+        [("firewall", FAULT_SEVERITY)]
     );
     assert_eq!(
         problems_with_chain(MachineRole::Server, new_chain("input", true, true, false), false),
-        [("firewall", WARNING)]
+        [("firewall", WARNING_SEVERITY)]
     );
     assert_eq!(problems_with_chain(MachineRole::Server, new_chain("forward", true, false, false), false), []);
     assert_eq!(
         problems_with_chain(MachineRole::Lb, new_chain("forward", true, false, false), true),
-        [("firewall", FAULT)]
+        [("firewall", FAULT_SEVERITY)]
     );
     let use_legacy_iptables = |facts: &mut MachineFacts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
     assert_eq!(problems_after_change(MachineRole::Server, use_legacy_iptables), []);
@@ -50,11 +50,11 @@ fn firewalls_are_reported_where_they_drop_packets() {
 fn connection_tracking_is_reported_unless_exempted() {
     assert_eq!(
         problems_with_chain(MachineRole::Lb, new_chain("input", true, true, true), true),
-        [("conntrack", FAULT)]
+        [("conntrack", FAULT_SEVERITY)]
     );
     assert_eq!(
         problems_with_chain(MachineRole::Server, new_chain("input", false, true, true), false),
-        [("conntrack", WARNING)]
+        [("conntrack", WARNING_SEVERITY)]
     );
     let untracked_chain = NetfilterChain { exempts_from_tracking: true, ..new_chain("prerouting", false, true, true) };
     assert_eq!(problems_with_chain(MachineRole::Server, untracked_chain, false), []);
@@ -66,11 +66,14 @@ fn nat_rule_that_changes_the_vip_is_reported_at_servers() {
         let nat_rule = NatRule { conditions, changes_destination: true, jump_targets: vec![] };
         NetfilterChain { rules: vec![nat_rule], ..new_chain("prerouting", false, true, false) }
     };
-    assert_eq!(problems_with_chain(MachineRole::Server, chain_with_nat_rule(vec![]), false), [("dnat", WARNING)]);
+    assert_eq!(
+        problems_with_chain(MachineRole::Server, chain_with_nat_rule(vec![]), false),
+        [("dnat", WARNING_SEVERITY)]
+    );
     assert_eq!(
         problems_with_chain(
             MachineRole::Server,
-            chain_with_nat_rule(vec![DestinationCondition::Port(vec![8080..=8080])]),
+            chain_with_nat_rule(vec![NatDestinationCondition::Port(vec![8080..=8080])]),
             false
         ),
         []

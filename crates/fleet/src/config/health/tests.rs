@@ -1,14 +1,16 @@
 use std::time::Duration;
 
 use coreward_config::TomlSource;
-use coreward_model::health::{CertificateVerification, HealthProbe, HttpStatusRange, ProbeAddress, WhenAllDown};
+use coreward_model::health::{
+    AllServersDownTreatment, CertificateVerification, HealthProbe, HttpStatusRange, ProbeAddress,
+};
 
-use crate::config::{FleetConfig, ServiceConfig};
+use crate::config::{FleetConfig, FleetServiceConfig};
 
 /// Certificate of a certificate authority in PEM. It is self-signed and contains no host name.
 const AUTHORITY_PEM: &str = include_str!("authority.pem");
 
-fn parse_service_with_keys(keys: &str) -> Result<ServiceConfig, String> {
+fn parse_service_with_keys(keys: &str) -> Result<FleetServiceConfig, String> {
     let text = format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{keys}");
     let config = FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text));
     config.map(|mut config| config.services.remove(0)).map_err(|mistakes| mistakes.to_string())
@@ -17,9 +19,12 @@ fn parse_service_with_keys(keys: &str) -> Result<ServiceConfig, String> {
 #[test]
 fn missing_health_table_disables_checks() {
     let service = parse_service_with_keys("").unwrap();
-    assert_eq!((service.health_check, service.when_all_down), (None, WhenAllDown::FailOpen));
+    assert_eq!((service.health_check, service.when_all_down), (None, AllServersDownTreatment::FailOpen));
     assert_eq!(parse_service_with_keys("[service.health]\ncheck = \"none\"\n").unwrap().health_check, None);
-    assert_eq!(parse_service_with_keys("when_all_down = \"drop\"\n").unwrap().when_all_down, WhenAllDown::Drop);
+    assert_eq!(
+        parse_service_with_keys("when_all_down = \"drop\"\n").unwrap().when_all_down,
+        AllServersDownTreatment::Drop
+    );
 }
 
 #[test]
@@ -35,7 +40,7 @@ fn empty_health_table_checks_tcp() {
 }
 
 #[test]
-fn host_may_be_name_or_address_with_optional_port() {
+fn http_host_may_be_name_or_address_with_optional_port() {
     let parse_with_host = |host: &str| {
         parse_service_with_keys(&format!("[service.health]\ncheck = \"http\"\nat = \"server\"\nhost = \"{host}\"\n"))
     };

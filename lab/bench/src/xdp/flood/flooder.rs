@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::test_run::ReceiveQueueId;
 
-use crate::cpus::{self, THIS_THREAD};
+use crate::cpus::{self, CALLING_THREAD_PID};
 use crate::namespace;
 use crate::xdp::runner::{PacketGenerator, PacketRunner, PacketVariation};
 use crate::xdp::workload::{XDP_TX, syn_frame_template};
@@ -18,7 +18,7 @@ use crate::xdp::workload::{XDP_TX, syn_frame_template};
 const SYNS_PER_BATCH: u32 = 1 << 13;
 
 /// Command to the flooding thread, which has a CPU of its own.
-pub enum FlooderCommand {
+pub enum SynFlooderCommand {
     /// Send SYNs through the empty program, so that the CPU does the same work except that of the load balancer.
     SynsThroughEmptyProgram,
     /// Send SYNs through this XDP program.
@@ -27,7 +27,7 @@ pub enum FlooderCommand {
 
 /// Number of SYNs that a flood has sent, and the CPU time that they took.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct FloodCounts {
+pub struct SynFloodCounts {
     pub syn_count: u64,
     /// CPU time that the program took for all SYNs (s).
     pub cpu_seconds: f64,
@@ -41,8 +41,8 @@ struct SharedFlooderState {
 
 /// Handle of the flooding thread on the second CPU, which ends when this value is dropped.
 pub struct SynFlooder {
-    command_sender: Option<Sender<FlooderCommand>>,
-    result_receiver: Receiver<anyhow::Result<FloodCounts>>,
+    command_sender: Option<Sender<SynFlooderCommand>>,
+    result_receiver: Receiver<anyhow::Result<SynFloodCounts>>,
     shared_state: Arc<SharedFlooderState>,
     thread: Option<JoinHandle<()>>,
 }
@@ -59,7 +59,7 @@ impl SynFlooder {
             move || match create_flood_runner(cpu) {
                 Err(error) => drop(result_sender.send(Err(error))),
                 Ok(runner) => {
-                    let _ = result_sender.send(Ok(FloodCounts::default()));
+                    let _ = result_sender.send(Ok(SynFloodCounts::default()));
                     for command in command_receiver {
                         let _ = result_sender.send(execute_command_until_stopped(&runner, &command, &thread_state));
                     }
@@ -73,16 +73,16 @@ impl SynFlooder {
         Ok(flooder)
     }
 
-    fn receive_flood_counts(&self) -> anyhow::Result<FloodCounts> {
+    fn receive_flood_counts(&self) -> anyhow::Result<SynFloodCounts> {
         self.result_receiver.recv().context("the flooding thread has ended")?
     }
 
     /// Runs `work` while the flooding thread executes the command, and returns the results of both.
-    pub fn flood_during<T>(
+    pub fn run_during_flood<T>(
         &self,
-        command: FlooderCommand,
+        command: SynFlooderCommand,
         work: impl FnOnce() -> anyhow::Result<T>,
-    ) -> anyhow::Result<(T, FloodCounts)> {
+    ) -> anyhow::Result<(T, SynFloodCounts)> {
         self.shared_state.should_stop.store(false, Ordering::SeqCst);
         self.shared_state.syn_count.store(0, Ordering::SeqCst);
         self.command_sender
@@ -116,7 +116,7 @@ impl Drop for SynFlooder {
 /// Binds the calling thread to `cpu`, and creates a runner of SYNs in a new network namespace. The SYNs have another
 /// receive queue and row of counters than the measured packets, as on a NIC with RSS.
 fn create_flood_runner(cpu: usize) -> anyhow::Result<PacketRunner> {
-    cpus::bind_to_cpu(THIS_THREAD, cpu)?;
+    cpus::bind_to_cpu(CALLING_THREAD_PID, cpu)?;
     namespace::enter_new_network_namespace()?;
     namespace::run_ip_command("link add flood0 numrxqueues 2 numtxqueues 2 type veth peer name flood1")?;
     let interface = nix::net::if_::if_nametoindex("flood0").context("the index of flood0")?;
@@ -126,15 +126,15 @@ fn create_flood_runner(cpu: usize) -> anyhow::Result<PacketRunner> {
 
 fn execute_command_until_stopped(
     runner: &PacketRunner,
-    command: &FlooderCommand,
+    command: &SynFlooderCommand,
     shared_state: &SharedFlooderState,
-) -> anyhow::Result<FloodCounts> {
+) -> anyhow::Result<SynFloodCounts> {
     let program: BorrowedFd<'_> = match command {
-        FlooderCommand::SynsThroughEmptyProgram => runner.empty_program.as_fd(),
-        FlooderCommand::SynsThroughProgram(program) => program.as_fd(),
+        SynFlooderCommand::SynsThroughEmptyProgram => runner.empty_program.as_fd(),
+        SynFlooderCommand::SynsThroughProgram(program) => program.as_fd(),
     };
     runner.choose_program(program)?;
-    let mut flood_counts = FloodCounts::default();
+    let mut flood_counts = SynFloodCounts::default();
     while !shared_state.should_stop.load(Ordering::Relaxed) {
         let (mean_ns, xdp_verdict) = runner.run_chosen_program(PacketGenerator::GeneratedSource, SYNS_PER_BATCH)?;
         ensure!(xdp_verdict == XDP_TX, "a SYN's verdict was {xdp_verdict}, expected {XDP_TX}");

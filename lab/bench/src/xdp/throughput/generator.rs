@@ -36,7 +36,7 @@ struct LivePacket {
 
 /// Generator of live frames, whose BPF programs (live_frames.bpf.c) are attached to one pair of devices.
 pub struct FrameGenerator {
-    generate_program: OwnedFd,
+    generator_program: OwnedFd,
     _sink_link: Link,
     _baseline_link: Option<Link>,
 }
@@ -54,7 +54,7 @@ pub struct GeneratedTraffic<'a> {
     /// Frames that are varied, for a packet of an open connection and for a SYN.
     pub frame_templates: [&'a FrameTemplate; 2],
     /// Packets of open connections, whose number must be [`LIVE_PACKET_COUNT`].
-    pub packets: &'a [PacketVariation],
+    pub open_connection_packets: &'a [PacketVariation],
     /// Function that returns whether the packet with this index is a new client's SYN instead of an open connection's
     /// packet.
     pub is_syn: &'a dyn Fn(usize) -> bool,
@@ -68,7 +68,11 @@ impl FrameGenerator {
         traffic: &GeneratedTraffic<'_>,
         baseline: Option<LiveBaselineProgram>,
     ) -> anyhow::Result<Self> {
-        ensure!(traffic.packets.len() == LIVE_PACKET_COUNT, "{} packets", traffic.packets.len());
+        ensure!(
+            traffic.open_connection_packets.len() == LIVE_PACKET_COUNT,
+            "{} packets",
+            traffic.open_connection_packets.len()
+        );
         let mut skeleton_storage = MaybeUninit::uninit();
         let mut opened_skeleton =
             LiveFramesSkelBuilder::default().open(&mut skeleton_storage).context("opening live_frames.bpf.o")?;
@@ -87,7 +91,8 @@ impl FrameGenerator {
             tsecr: packet.tsecr,
             kind: (traffic.is_syn)(packet_index).into(),
         };
-        let live_packets: Vec<LivePacket> = traffic.packets.iter().enumerate().map(to_live_packet).collect();
+        let live_packets: Vec<LivePacket> =
+            traffic.open_connection_packets.iter().enumerate().map(to_live_packet).collect();
         packet_memory.write(0, live_packets.as_slice());
         let [generator_end, tested_end] =
             [veth_pair.generator_interface_index()? as i32, veth_pair.tested_interface_index()? as i32];
@@ -97,7 +102,7 @@ impl FrameGenerator {
             LiveBaselineProgram::ReadTsecr => loaded_skeleton.progs.read_tsecr.attach_xdp(tested_end),
         });
         Ok(Self {
-            generate_program: loaded_skeleton.progs.generate.as_fd().try_clone_to_owned()?,
+            generator_program: loaded_skeleton.progs.generate.as_fd().try_clone_to_owned()?,
             _sink_link: sink_link,
             _baseline_link: baseline_link.transpose().context("the floor")?,
         })
@@ -106,7 +111,7 @@ impl FrameGenerator {
     /// Sends `frame_count` frames as fast as this CPU can. Fails when the kernel does not support live frames (before
     /// 5.18).
     pub fn send_frames(&self, frame_count: u32) -> anyhow::Result<()> {
-        test_run::run_program_live(self.generate_program.as_fd(), &[0; MAX_FRAME_BYTES], frame_count)
+        test_run::run_program_live(self.generator_program.as_fd(), &[0; MAX_FRAME_BYTES], frame_count)
             .context("sending live frames")
     }
 }

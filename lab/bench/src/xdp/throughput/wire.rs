@@ -15,15 +15,15 @@ pub use crate::xdp::workload::LOAD_BALANCER_MAC;
 /// Pair of veth devices, which is removed with its network namespace.
 pub struct VethPair {
     /// Name of the device into which frames are redirected, and on which they return.
-    pub generator_end: String,
+    pub generator_device_name: String,
     /// Name of the device to which the program under test is attached.
-    pub tested_end: String,
+    pub tested_device_name: String,
 }
 
 /// Number of frames that a device has received, and CPU time of its NAPI thread, since they were created.
 #[derive(Debug, Clone, Copy)]
 pub struct NapiUsage {
-    pub received_frames: u64,
+    pub received_frame_count: u64,
     /// CPU time that the NAPI thread has used (ns).
     pub cpu_ns: u64,
 }
@@ -32,7 +32,7 @@ impl NapiUsage {
     /// Returns the received frames and the used CPU time since `earlier_usage`.
     pub fn difference_since(self, earlier_usage: Self) -> Self {
         Self {
-            received_frames: self.received_frames - earlier_usage.received_frames,
+            received_frame_count: self.received_frame_count - earlier_usage.received_frame_count,
             cpu_ns: self.cpu_ns - earlier_usage.cpu_ns,
         }
     }
@@ -45,8 +45,8 @@ impl VethPair {
         // Device names are unique per process, because a device's name also identifies its NAPI thread across all
         // namespaces.
         let device_name = |end_letter| format!("b{}{end_letter}{number}", std::process::id());
-        let veth_pair = Self { generator_end: device_name('g'), tested_end: device_name('t') };
-        let Self { generator_end, tested_end } = &veth_pair;
+        let veth_pair = Self { generator_device_name: device_name('g'), tested_device_name: device_name('t') };
+        let Self { generator_device_name: generator_end, tested_device_name: tested_end } = &veth_pair;
         namespace::run_ip_command(&format!(
             "link add {generator_end} type veth peer name {tested_end} address {LOAD_BALANCER_MAC}"
         ))?;
@@ -59,11 +59,12 @@ impl VethPair {
     }
 
     pub fn generator_interface_index(&self) -> anyhow::Result<u32> {
-        nix::net::if_::if_nametoindex(self.generator_end.as_str()).with_context(|| self.generator_end.clone())
+        nix::net::if_::if_nametoindex(self.generator_device_name.as_str())
+            .with_context(|| self.generator_device_name.clone())
     }
 
     pub fn tested_interface_index(&self) -> anyhow::Result<u32> {
-        nix::net::if_::if_nametoindex(self.tested_end.as_str()).with_context(|| self.tested_end.clone())
+        nix::net::if_::if_nametoindex(self.tested_device_name.as_str()).with_context(|| self.tested_device_name.clone())
     }
 }
 
@@ -77,17 +78,17 @@ impl NapiThread {
     /// Enables threaded NAPI for the device and binds its thread to a CPU. veth uses NAPI once it has an XDP program.
     /// Fails when the kernel has no threaded NAPI for the device, or the CPU does not exist.
     pub fn start(device: &str, cpu: usize) -> anyhow::Result<Self> {
-        namespace::run_script_with_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
+        namespace::run_script_with_namespace_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
             .with_context(|| format!("threaded NAPI for {device}"))?;
         let thread_id = find_thread_by_prefix(&format!("napi/{device}-"))?;
         cpus::bind_to_cpu(thread_id, cpu)?;
-        raise_priority(thread_id)?;
+        raise_thread_priority(thread_id)?;
         Ok(Self { device_name: device.to_owned(), thread_id })
     }
 
     /// Waits until the thread sleeps, because it has processed all received frames, and returns its usage. Fails when
     /// the thread or the device is gone.
-    pub fn wait_for_idle_usage(&self) -> anyhow::Result<NapiUsage> {
+    pub fn read_usage_when_idle(&self) -> anyhow::Result<NapiUsage> {
         while self.read_thread_state()? != "S" {
             std::thread::sleep(Duration::from_micros(100));
         }
@@ -95,7 +96,7 @@ impl NapiThread {
         let schedstat = fs::read_to_string(&schedstat_path).with_context(|| schedstat_path.clone())?;
         let cpu_ns = schedstat.split_whitespace().next().and_then(|time| time.parse().ok());
         Ok(NapiUsage {
-            received_frames: read_received_frame_count(&self.device_name)?,
+            received_frame_count: read_received_frame_count(&self.device_name)?,
             cpu_ns: cpu_ns.with_context(|| format!("{schedstat_path}: {schedstat:?}"))?,
         })
     }
@@ -109,7 +110,7 @@ impl NapiThread {
 }
 
 /// Gives a thread the highest priority (nice value -20), so that it gets most of its CPU's time.
-pub fn raise_priority(thread: Pid) -> anyhow::Result<()> {
+pub fn raise_thread_priority(thread: Pid) -> anyhow::Result<()> {
     let exit_status =
         Command::new("renice").args(["-n", "-20", "-p", &thread.to_string()]).stdout(Stdio::null()).status();
     let exit_status = exit_status.context("renice(1)")?;

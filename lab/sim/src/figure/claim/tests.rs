@@ -42,7 +42,7 @@ fn claim_is_judged_by_the_median() {
 }
 
 #[test]
-fn bounds_apply_to_all_points_or_to_their_reduction() {
+fn bounds_apply_to_all_points_or_reduced_value() {
     let judge_ratio = |bounds: &str, reduction_toml: &str| {
         judge_claim(&format!(
             "ratio = {{ of = {{ series = \"b\", panel = \"p\" }}, to = {{ series = \"a\", panel = \"p\" \

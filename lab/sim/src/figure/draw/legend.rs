@@ -8,9 +8,9 @@ use crate::figure::scenario::FigureScenario;
 use crate::figure::table::FigureTable;
 
 /// Height of a legend row (pixels).
-const ROW_HEIGHT_PX: i32 = 22;
-const SAMPLE_WIDTH_PX: i32 = 34;
-const ENTRY_SPACING_PX: i32 = 22;
+const LEGEND_ROW_HEIGHT_PX: i32 = 22;
+const LEGEND_SAMPLE_WIDTH_PX: i32 = 34;
+const LEGEND_ENTRY_SPACING_PX: i32 = 22;
 
 pub struct FigureLegend {
     /// Entries of the legend, each with the index of its series, its label, and its position in pixels.
@@ -28,12 +28,12 @@ impl FigureLegend {
         let (mut x, mut row, mut series_entries) = (0, 0, Vec::new());
         for (index, series) in scenario.series.iter().enumerate() {
             let label = series.label.get_ref().clone();
-            let entry_width = SAMPLE_WIDTH_PX + style::estimate_text_width_px(&label, TEXT_FONT_SIZE_PX);
+            let entry_width = LEGEND_SAMPLE_WIDTH_PX + style::estimate_text_width_px(&label, TEXT_FONT_SIZE_PX);
             if x > 0 && x + entry_width > width {
                 (x, row) = (0, row + 1);
             }
-            series_entries.push((index, label, (x, row * ROW_HEIGHT_PX)));
-            x += entry_width + ENTRY_SPACING_PX;
+            series_entries.push((index, label, (x, row * LEGEND_ROW_HEIGHT_PX)));
+            x += entry_width + LEGEND_ENTRY_SPACING_PX;
         }
         let series_styles = (0..scenario.series.len()).map(|index| scenario.series_style(index)).collect();
         Self {
@@ -46,31 +46,38 @@ impl FigureLegend {
 
     /// Returns the legend's height (pixels).
     pub fn height_px(&self) -> i32 {
-        (self.row_count + self.remark_lines.len() as i32) * ROW_HEIGHT_PX
+        (self.row_count + self.remark_lines.len() as i32) * LEGEND_ROW_HEIGHT_PX
     }
 
     /// Draws the legend with its top left corner at `origin`.
     pub fn draw(&self, area: &SvgArea<'_>, origin: (i32, i32)) -> DrawResult {
         for (index, label, offset) in &self.series_entries {
-            let (x, y) = (origin.0 + offset.0, origin.1 + offset.1 + ROW_HEIGHT_PX / 2);
+            let (x, y) = (origin.0 + offset.0, origin.1 + offset.1 + LEGEND_ROW_HEIGHT_PX / 2);
             let (style_index, is_open) = self.series_styles[*index];
             let colour = style::series_colour(style_index);
             if is_open {
-                draw_dashed_line(area, &[(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(1))?;
+                draw_dashed_line(area, &[(x, y), (x + LEGEND_SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(1))?;
             } else {
-                draw_line(area, vec![(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(2))?;
+                draw_line(area, vec![(x, y), (x + LEGEND_SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(2))?;
             }
             draw_marker(
                 area,
-                (x + (SAMPLE_WIDTH_PX - 8) / 2, y),
+                (x + (LEGEND_SAMPLE_WIDTH_PX - 8) / 2, y),
                 style::series_marker_shape(style_index),
                 colour,
                 is_open,
             )?;
-            draw_text(area, label, (x + SAMPLE_WIDTH_PX, y), TEXT_FONT_SIZE_PX, style::TEXT_COLOUR, TextAnchor::Left)?;
+            draw_text(
+                area,
+                label,
+                (x + LEGEND_SAMPLE_WIDTH_PX, y),
+                TEXT_FONT_SIZE_PX,
+                style::TEXT_COLOUR,
+                TextAnchor::Left,
+            )?;
         }
         for (index, remark_line) in self.remark_lines.iter().enumerate() {
-            let y = origin.1 + (self.row_count + index as i32) * ROW_HEIGHT_PX + ROW_HEIGHT_PX / 2;
+            let y = origin.1 + (self.row_count + index as i32) * LEGEND_ROW_HEIGHT_PX + LEGEND_ROW_HEIGHT_PX / 2;
             draw_text(
                 area,
                 remark_line,

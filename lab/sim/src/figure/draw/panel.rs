@@ -14,9 +14,9 @@ use crate::figure::scenario::{FigurePanel, FigureScenario, PlotType};
 use crate::figure::table::{CurveCell, FigureCurve, PanelTable, PublishedCell, format_number};
 
 /// Margin above the area that shows the data (pixels).
-const TOP_MARGIN_PX: i32 = 34;
-const RIGHT_MARGIN_PX: i32 = 18;
-const BOTTOM_MARGIN_PX: i32 = 62;
+const PANEL_TOP_MARGIN_PX: i32 = 34;
+const PANEL_RIGHT_MARGIN_PX: i32 = 18;
+const PANEL_BOTTOM_MARGIN_PX: i32 = 62;
 /// Distance from the panel's left edge to the middle of the vertical axis's label (pixels).
 const Y_LABEL_OFFSET_PX: i32 = 18;
 const REFERENCE_LINE_RIGHT_MARGIN_PX: i32 = 52;
@@ -24,7 +24,7 @@ const BAR_HEADROOM_FRACTION: f64 = 0.1;
 /// Maximum number of points of a curve drawn with markers and whiskers. A curve with more points is a line with a band.
 const MAX_MARKER_POINTS: usize = 40;
 /// Gap between two groups of bars, as a fraction of a group's width.
-const GROUP_GAP_FRACTION: f64 = 0.2;
+const BAR_GROUP_GAP_FRACTION: f64 = 0.2;
 /// Maximum number of bars in a panel for which each bar's value is written above it.
 const MAX_LABELLED_BARS: usize = 18;
 
@@ -37,7 +37,7 @@ pub struct PanelFrame<'a> {
     x_scale: AxisScale,
     y_scale: AxisScale,
     /// Left, top, right and bottom edges of the area that shows the data (pixels).
-    data_area: (i32, i32, i32, i32),
+    data_area_px: (i32, i32, i32, i32),
     origin_px: (i32, i32),
 }
 
@@ -65,7 +65,7 @@ impl<'a> PanelFrame<'a> {
                 |series: &crate::figure::scenario::FigureSeries| *series.label.get_ref() == curve.label;
             scenario.series_style(scenario.series.iter().position(has_label_of_curve).unwrap_or(0))
         });
-        let (top_y, bottom_y) = (origin_px.1 + TOP_MARGIN_PX, origin_px.1 + size.1 - BOTTOM_MARGIN_PX);
+        let (top_y, bottom_y) = (origin_px.1 + PANEL_TOP_MARGIN_PX, origin_px.1 + size.1 - PANEL_BOTTOM_MARGIN_PX);
         let reference_line_heights = panel.mark.iter().map(|reference_line| reference_line.y);
         let y_values: Vec<f64> =
             panel_table.curves.iter().flat_map(axis_y_values).chain(reference_line_heights).collect();
@@ -79,7 +79,7 @@ impl<'a> PanelFrame<'a> {
             .map(|(_, label)| style::estimate_text_width_px(label, SMALL_FONT_SIZE_PX))
             .max()
             .unwrap_or(0);
-        let right_margin = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { REFERENCE_LINE_RIGHT_MARGIN_PX };
+        let right_margin = if panel.mark.is_empty() { PANEL_RIGHT_MARGIN_PX } else { REFERENCE_LINE_RIGHT_MARGIN_PX };
         let (left_x, right_x) =
             (origin_px.0 + Y_LABEL_OFFSET_PX + 20 + widest_label, origin_px.0 + size.0 - right_margin);
         Self {
@@ -88,7 +88,7 @@ impl<'a> PanelFrame<'a> {
             curve_styles: curve_styles.collect(),
             x_scale: x_axis_scale(panel, panel_table, (left_x, right_x)),
             y_scale,
-            data_area: (left_x, top_y, right_x, bottom_y),
+            data_area_px: (left_x, top_y, right_x, bottom_y),
             origin_px,
         }
     }
@@ -108,7 +108,7 @@ impl<'a> PanelFrame<'a> {
     }
 
     fn draw_axes(&self, area: &SvgArea<'_>) -> DrawResult {
-        let (left_x, top_y, right_x, bottom_y) = self.data_area;
+        let (left_x, top_y, right_x, bottom_y) = self.data_area_px;
         let middle_x = (left_x + right_x) / 2;
         draw_text(
             area,
@@ -145,7 +145,7 @@ impl<'a> PanelFrame<'a> {
     }
 
     fn draw_reference_lines(&self, area: &SvgArea<'_>) -> DrawResult {
-        let (left_x, _, right_x, _) = self.data_area;
+        let (left_x, _, right_x, _) = self.data_area_px;
         for reference_line in self.panel.mark.iter().filter(|mark| self.y_scale.is_visible(mark.y)) {
             let y = self.y_scale.to_pixel(reference_line.y);
             draw_dashed_line(area, &[(left_x, y), (right_x, y)], REFERENCE_LINE_COLOUR.stroke_width(1))?;
@@ -250,10 +250,10 @@ impl<'a> PanelFrame<'a> {
         let group_x_values = bar_x_values(self.panel_table);
         let has_published_values = self.panel_table.curves.iter().any(|curve| !curve.published.is_empty());
         let bars_per_group = self.panel_table.curves.len() * if has_published_values { 2 } else { 1 };
-        let bar_width = (1.0 - GROUP_GAP_FRACTION) / bars_per_group as f64;
+        let bar_width = (1.0 - BAR_GROUP_GAP_FRACTION) / bars_per_group as f64;
         let are_bars_labelled = bars_per_group * group_x_values.len() <= MAX_LABELLED_BARS;
         for (group_index, x) in group_x_values.iter().enumerate() {
-            let mut bar_left = group_index as f64 + GROUP_GAP_FRACTION / 2.0;
+            let mut bar_left = group_index as f64 + BAR_GROUP_GAP_FRACTION / 2.0;
             for (curve, &(series_index, is_open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
                 if let Some(cell) = curve.cells.iter().find(|cell| cell.x == *x) {
                     let value_range = Some((cell.spread.low, cell.spread.high));

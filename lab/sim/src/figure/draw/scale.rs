@@ -13,7 +13,7 @@ pub struct AxisScale {
 /// Approximate number of ticks on a linear axis.
 const LINEAR_TICK_COUNT: f64 = 6.0;
 /// Number of decades below which a logarithmic axis also gets ticks between the powers of ten.
-const MINOR_TICK_MAX_DECADES: f64 = 2.2;
+const MAX_DECADES_WITH_MINOR_TICKS: f64 = 2.2;
 
 impl AxisScale {
     /// Returns a scale that covers `values` with a margin, or exactly `range` if given. If `starts_at_zero` is set, a
@@ -72,8 +72,8 @@ impl AxisScale {
     }
 
     pub fn is_visible(&self, value: f64) -> bool {
-        const EDGE_TOLERANCE: f64 = 1e-9;
-        value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.axis_fraction(value))
+        const AXIS_EDGE_TOLERANCE: f64 = 1e-9;
+        value.is_finite() && (-AXIS_EDGE_TOLERANCE..=1.0 + AXIS_EDGE_TOLERANCE).contains(&self.axis_fraction(value))
     }
 
     /// Returns the values at which the axis has ticks, each with its label.
@@ -94,8 +94,11 @@ impl AxisScale {
 
     fn log_ticks(&self) -> Vec<f64> {
         let exponents = (self.min_value.log10().floor() as i32)..=(self.max_value.log10().ceil() as i32);
-        let leading_digits: &[f64] =
-            if (self.max_value / self.min_value).log10() < MINOR_TICK_MAX_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let leading_digits: &[f64] = if (self.max_value / self.min_value).log10() < MAX_DECADES_WITH_MINOR_TICKS {
+            &[1.0, 2.0, 5.0]
+        } else {
+            &[1.0]
+        };
         exponents.flat_map(|decade| leading_digits.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
     }
 

@@ -1,6 +1,6 @@
 //! Parameters of simulations that replay a trace's packets through the load balancer to servers and cores.
 
-use coreward_model::fleet::IndirectionTableDraw;
+use coreward_model::fleet::IndirectionTableFillRule;
 use serde::Deserialize;
 
 use super::{ParsedTextParameter, ScenarioParameterError, parameters, to_integer};
@@ -15,7 +15,7 @@ pub const SIMULATION_KIND: &str = "lb";
 /// Method by which the entries of a server's RSS indirection table are assigned to the server's cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum IndirectionTableAssignment {
+pub enum IndirectionTableFillName {
     /// Each core has the same number of entries.
     Balanced,
     /// Each entry has an independently drawn random core, as in CrossRSS.
@@ -35,7 +35,7 @@ parameters! {
         /// Number of packets that each core can serve per second. Unlimited by default.
         pub core_capacity: f64,
         /// Assignment of the entries of a server's RSS indirection table to its cores. The default is `balanced`.
-        pub indirection_tables: IndirectionTableAssignment,
+        pub indirection_tables: IndirectionTableFillName,
         /// Replay speed relative to the recorded speed of the trace.
         pub replay_speed: f64,
         /// Number of rack controllers between the servers and the controller. There are none by default.
@@ -54,39 +54,49 @@ impl LbParameters {
             SweepAxis::SpeedPct => parameters.replay_speed = Some(value / 100.0),
             SweepAxis::RackCandidates => parameters.rack_candidates = Some(to_integer(sweep_axis, value)?),
             SweepAxis::TableDelayMs => parameters.table_delay_ms = Some(to_integer(sweep_axis, value)?),
-            _ => return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
+            _ => {
+                return Err(ScenarioParameterError::UnsupportedSweepAxis {
+                    kind: SIMULATION_KIND,
+                    sweep_axis,
+                    detail: "",
+                });
+            }
         }
         Ok(parameters)
     }
 
     /// Returns the run that measures a metric, and the query that selects its value from the outcome. The run replays
     /// the traffic for every policy in `policies`, and for all seeds if the traffic does not depend on them.
-    pub fn build_job(
+    pub fn build_simulation_job(
         &self,
         measure: FigureMetric,
         seed: u64,
         seeds: u64,
         policies: &[String],
     ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
-        let build_missing_error = |parameter| ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter };
+        let build_missing_error =
+            |parameter| ScenarioParameterError::MissingParameter { kind: SIMULATION_KIND, parameter };
         let policy = self.policy.clone().ok_or(build_missing_error("policy"))?;
         let default_config = LbSimulationConfig::default();
         let trace = self.trace.clone().ok_or(build_missing_error("trace"))?.0;
         let config = LbSimulationConfig {
             seeds: if trace.varies_with_seed() { vec![seed] } else { (1..=seeds).collect() },
             trace,
-            servers: self.servers.ok_or(build_missing_error("servers"))?,
+            server_count: self.servers.ok_or(build_missing_error("servers"))?,
             cores_per_server: self.cores.ok_or(build_missing_error("cores"))?,
             core_capacity_pps: self.core_capacity,
             replay_speed: self.replay_speed.unwrap_or(default_config.replay_speed),
-            indirection_table_draw: match self.indirection_tables {
-                Some(IndirectionTableAssignment::Independent) => IndirectionTableDraw::Independent,
-                Some(IndirectionTableAssignment::Balanced) | None => IndirectionTableDraw::Balanced,
+            indirection_table_fill_rule: match self.indirection_tables {
+                Some(IndirectionTableFillName::Independent) => IndirectionTableFillRule::Independent,
+                Some(IndirectionTableFillName::Balanced) | None => IndirectionTableFillRule::Balanced,
             },
             policies: policies.to_vec(),
             rack_controller_count: self.racks,
             // Without racks the value has no effect. The default makes otherwise equal runs share one simulation.
-            rack_candidates: self.racks.and(self.rack_candidates).unwrap_or(default_config.rack_candidates),
+            rack_candidates_per_bucket: self
+                .racks
+                .and(self.rack_candidates)
+                .unwrap_or(default_config.rack_candidates_per_bucket),
             table_delay_ms: self.table_delay_ms.unwrap_or(default_config.table_delay_ms),
             ..default_config
         };
@@ -96,7 +106,7 @@ impl LbParameters {
             FigureMetric::ServerVariancePct | FigureMetric::CoreVariancePct | FigureMetric::ServedPct
         );
         if !is_measured {
-            return Err(ScenarioParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
+            return Err(ScenarioParameterError::UnsupportedMetric { kind: SIMULATION_KIND, measure });
         }
         Ok(Some((
             SimulationJob::Lb(config),

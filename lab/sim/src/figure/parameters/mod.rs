@@ -23,28 +23,28 @@ use crate::names::UnknownName;
 pub enum ScenarioParameterError {
     /// A required parameter is set nowhere.
     #[error("`{kind}.{parameter}` is missing: expected in [{kind}], in the panel or in the series")]
-    Missing { kind: &'static str, parameter: &'static str },
+    MissingParameter { kind: &'static str, parameter: &'static str },
     /// The horizontal axis sweeps a parameter that this kind of simulation does not have.
-    #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", variant_name(sweep_axis))]
-    NotSwept {
+    #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", kebab_case_variant_name(sweep_axis))]
+    UnsupportedSweepAxis {
         kind: &'static str,
         sweep_axis: SweepAxis,
         /// Reason why the parameter cannot be swept, which the error message shows at its end. May be empty.
         detail: &'static str,
     },
     /// The swept parameter has a value that is not allowed.
-    #[error("`{}` cannot be {value}", variant_name(sweep_axis))]
-    InvalidValue { sweep_axis: SweepAxis, value: f64 },
+    #[error("`{}` cannot be {value}", kebab_case_variant_name(sweep_axis))]
+    InvalidSweepValue { sweep_axis: SweepAxis, value: f64 },
     /// The panel shows a metric that this kind of simulation does not measure.
-    #[error("a simulation of kind `{kind}` does not measure `{}`", variant_name(measure))]
-    NotMeasured { kind: &'static str, measure: FigureMetric },
+    #[error("a simulation of kind `{kind}` does not measure `{}`", kebab_case_variant_name(measure))]
+    UnsupportedMetric { kind: &'static str, measure: FigureMetric },
     /// The simulator rejected the configuration with this error message.
     #[error("{0}")]
     RejectedConfig(String),
 }
 
 /// Returns the name of an enum variant in scenario files.
-fn variant_name(variant: &impl std::fmt::Debug) -> String {
+fn kebab_case_variant_name(variant: &impl std::fmt::Debug) -> String {
     let debug_name = format!("{variant:?}");
     let kebab_case_parts = debug_name.char_indices().map(|(index, letter)| match letter {
         letter if index > 0 && letter.is_ascii_uppercase() => format!("-{}", letter.to_ascii_lowercase()),
@@ -99,7 +99,7 @@ use parameters;
 
 /// Returns `value` as an integer. Fails when it has a fraction or does not fit into `T`.
 fn to_integer<T: TryFrom<u64>>(sweep_axis: SweepAxis, value: f64) -> Result<T, ScenarioParameterError> {
-    let invalid_value_error = ScenarioParameterError::InvalidValue { sweep_axis, value };
+    let invalid_value_error = ScenarioParameterError::InvalidSweepValue { sweep_axis, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {
         return Err(invalid_value_error);
     }

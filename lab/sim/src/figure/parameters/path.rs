@@ -50,49 +50,57 @@ impl PathParameters {
             SweepAxis::Load => parameters.load = Some(value),
             SweepAxis::Servers => parameters.servers = Some(to_integer(sweep_axis, value)?),
             SweepAxis::Cores => parameters.cores = Some(to_integer(sweep_axis, value)?),
-            SweepAxis::RequestsPerServer => parameters.load = Some(self.load_from_request_rate(value)?),
-            _ => return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
+            SweepAxis::RequestsPerServer => parameters.load = Some(self.request_rate_to_load(value)?),
+            _ => {
+                return Err(ScenarioParameterError::UnsupportedSweepAxis {
+                    kind: SIMULATION_KIND,
+                    sweep_axis,
+                    detail: "",
+                });
+            }
         }
         Ok(parameters)
     }
 
     /// Returns the load, as a fraction of capacity, that `requests_per_s` requests per second cause on each server.
-    fn load_from_request_rate(&self, requests_per_s: f64) -> Result<f64, ScenarioParameterError> {
-        let build_missing_error = |parameter| ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter };
+    fn request_rate_to_load(&self, requests_per_s: f64) -> Result<f64, ScenarioParameterError> {
+        let build_missing_error =
+            |parameter| ScenarioParameterError::MissingParameter { kind: SIMULATION_KIND, parameter };
         let mean_service_time = self.service.as_ref().ok_or(build_missing_error("service"))?.0.mean();
         let mean_service_us = mean_service_time * self.unit_us.ok_or(build_missing_error("unit_us"))?;
         Ok(requests_per_s * mean_service_us / 1e6 / f64::from(self.cores.ok_or(build_missing_error("cores"))?))
     }
 
     /// Returns the run that measures a metric, and the query that selects its value from the outcome.
-    pub fn build_job(
+    pub fn build_simulation_job(
         &self,
         measure: FigureMetric,
         seed: u64,
     ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
-        let build_missing_error = |parameter| ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter };
+        let build_missing_error =
+            |parameter| ScenarioParameterError::MissingParameter { kind: SIMULATION_KIND, parameter };
         if !matches!(
             measure,
             FigureMetric::P99 | FigureMetric::Mean | FigureMetric::ServerVariancePct | FigureMetric::CoreVariancePct
         ) {
-            return Err(ScenarioParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
+            return Err(ScenarioParameterError::UnsupportedMetric { kind: SIMULATION_KIND, measure });
         }
         let default_config = PathSimulationConfig::default();
         let config = PathSimulationConfig {
             policies: vec![self.policy.clone().ok_or(build_missing_error("policy"))?],
             dispatch_policies: vec![self.dispatch.clone().ok_or(build_missing_error("dispatch"))?.0],
-            servers: self.servers.ok_or(build_missing_error("servers"))?,
+            server_count: self.servers.ok_or(build_missing_error("servers"))?,
             cores_per_server: self.cores.ok_or(build_missing_error("cores"))?,
-            service: self.service.clone().ok_or(build_missing_error("service"))?.0,
+            service_times: self.service.clone().ok_or(build_missing_error("service"))?.0,
             unit_us: self.unit_us.ok_or(build_missing_error("unit_us"))?,
             offered_load: self.load.ok_or(build_missing_error("load"))?,
             interface_latency: self.latency.unwrap_or(default_config.interface_latency),
             requests_per_connection: self.requests_per_connection.unwrap_or(default_config.requests_per_connection),
-            request_gap: self.request_gap.unwrap_or(default_config.request_gap),
+            mean_request_gap: self.request_gap.unwrap_or(default_config.mean_request_gap),
             report_interval_ms: self.report_ms.unwrap_or(default_config.report_interval_ms),
             report_phase: self.report_phase.unwrap_or(default_config.report_phase),
             window_ms: self.window_ms.unwrap_or(default_config.window_ms),
-            arrival_seconds: self.seconds.ok_or(build_missing_error("seconds"))?,
+            connection_arrival_seconds: self.seconds.ok_or(build_missing_error("seconds"))?,
             seeds: vec![seed],
             ..default_config
         };

@@ -6,7 +6,8 @@ use super::{NamedChoiceParameter, ParsedTextParameter, ScenarioParameterError, p
 use crate::figure::axes::{FigureMetric, SweepAxis};
 use crate::figure::job::{OutcomeValueQuery, SimulationJob};
 use crate::pcc::{
-    ArrivalProcess, BalancingMethod, ClusterUpdates, LoadInfo, MAX_INDEX_BITS, MAX_TAG_BITS, PccSimulationConfig,
+    BalancingMethod, ConnectionArrivalProcess, LoadInfo, MAX_HASH_INDEX_BITS, MAX_HISTORY_TAG_BITS,
+    PccSimulationConfig, PlannedClusterChanges,
 };
 
 /// Name of simulations of per-connection consistency in scenario files.
@@ -55,25 +56,33 @@ impl PccParameters {
             SweepAxis::Connections => parameters.connections = Some(value),
             SweepAxis::UpdatesPerMinute => parameters.updates_per_minute = Some(value),
             SweepAxis::ThresholdPct => {
-                parameters.method = Some(ParsedTextParameter(with_beamer_threshold(parameters.method, value)?))
+                parameters.method = Some(ParsedTextParameter(override_beamer_threshold(parameters.method, value)?))
             }
             SweepAxis::TagBits | SweepAxis::IndexBits => {
-                parameters.method = Some(ParsedTextParameter(with_cookie_bits(parameters.method, sweep_axis, value)?))
+                parameters.method =
+                    Some(ParsedTextParameter(override_cookie_bits(parameters.method, sweep_axis, value)?))
             }
             SweepAxis::Time => {}
-            _ => return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
+            _ => {
+                return Err(ScenarioParameterError::UnsupportedSweepAxis {
+                    kind: SIMULATION_KIND,
+                    sweep_axis,
+                    detail: "",
+                });
+            }
         }
         Ok(parameters)
     }
 
     /// Returns the run that measures a metric, and the query that selects its value. One run simulates all seeds.
-    pub fn build_job(
+    pub fn build_simulation_job(
         &self,
         measure: FigureMetric,
         seed: u64,
         seeds: u64,
     ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
-        let build_missing_error = |parameter| ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter };
+        let build_missing_error =
+            |parameter| ScenarioParameterError::MissingParameter { kind: SIMULATION_KIND, parameter };
         if !matches!(
             measure,
             FigureMetric::BrokenPct
@@ -81,27 +90,27 @@ impl PccParameters {
                 | FigureMetric::PoolServers
                 | FigureMetric::CompletedPerSecond
         ) {
-            return Err(ScenarioParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
+            return Err(ScenarioParameterError::UnsupportedMetric { kind: SIMULATION_KIND, measure });
         }
         let default_config = match self.experiment.ok_or(build_missing_error("experiment"))? {
             PublishedExperiment::CheetahSimulations => PccSimulationConfig::default(),
             PublishedExperiment::CheetahFigure9 => PccSimulationConfig::for_cheetah_figure_9(),
         };
         let updates = match default_config.updates {
-            ClusterUpdates::PerMinute { servers, load_balancers } => ClusterUpdates::PerMinute {
+            PlannedClusterChanges::PerMinute { servers, load_balancers } => PlannedClusterChanges::PerMinute {
                 servers: self.updates_per_minute.unwrap_or(servers),
                 load_balancers: self.lb_updates_per_minute.unwrap_or(load_balancers),
             },
-            scheduled_updates @ ClusterUpdates::Scheduled(_) => scheduled_updates,
+            scheduled_updates @ PlannedClusterChanges::Scheduled(_) => scheduled_updates,
         };
         let config = PccSimulationConfig {
-            servers: self.servers.unwrap_or(default_config.servers),
-            arrivals: self.connections.map_or(default_config.arrivals, |connections| ArrivalProcess::OpenLoop {
-                mean_open_connections: connections,
+            server_count: self.servers.unwrap_or(default_config.server_count),
+            arrivals: self.connections.map_or(default_config.arrivals, |connections| {
+                ConnectionArrivalProcess::OpenLoop { mean_open_connections: connections }
             }),
             updates,
             measured_minutes: self.minutes.unwrap_or(default_config.measured_minutes),
-            load_balancers: self.load_balancers.unwrap_or(default_config.load_balancers),
+            load_balancer_count: self.load_balancers.unwrap_or(default_config.load_balancer_count),
             methods: vec![self.method.clone().ok_or(build_missing_error("method"))?.0],
             load_info: self.load_info.map_or(default_config.load_info, |load_info| load_info.0),
             seed_count: seeds,
@@ -111,7 +120,7 @@ impl PccParameters {
     }
 }
 
-fn with_beamer_threshold(
+fn override_beamer_threshold(
     method: Option<ParsedTextParameter<BalancingMethod>>,
     threshold_pct: f64,
 ) -> Result<BalancingMethod, ScenarioParameterError> {
@@ -121,9 +130,9 @@ fn with_beamer_threshold(
             Ok(BalancingMethod::Beamer { threshold: Some(threshold_pct / 100.0) })
         }
         Some(ParsedTextParameter(BalancingMethod::Beamer { .. })) => {
-            Err(ScenarioParameterError::InvalidValue { sweep_axis, value: threshold_pct })
+            Err(ScenarioParameterError::InvalidSweepValue { sweep_axis, value: threshold_pct })
         }
-        _ => Err(ScenarioParameterError::NotSwept {
+        _ => Err(ScenarioParameterError::UnsupportedSweepAxis {
             kind: SIMULATION_KIND,
             sweep_axis,
             detail: ": the method is not beamer",
@@ -131,26 +140,28 @@ fn with_beamer_threshold(
     }
 }
 
-fn with_cookie_bits(
+fn override_cookie_bits(
     method: Option<ParsedTextParameter<BalancingMethod>>,
     sweep_axis: SweepAxis,
     value: f64,
 ) -> Result<BalancingMethod, ScenarioParameterError> {
     let bits: u8 = to_integer(sweep_axis, value)?;
-    let invalid_value_error = ScenarioParameterError::InvalidValue { sweep_axis, value };
+    let invalid_value_error = ScenarioParameterError::InvalidSweepValue { sweep_axis, value };
     let check_max_bits = |max_bits: u8| if bits <= max_bits { Ok(bits) } else { Err(invalid_value_error) };
     match (sweep_axis, method) {
         (SweepAxis::TagBits, Some(ParsedTextParameter(BalancingMethod::HistoryTag { renews_tags, layout, .. }))) => {
-            Ok(BalancingMethod::HistoryTag { tag_bits: check_max_bits(MAX_TAG_BITS)?, renews_tags, layout })
+            Ok(BalancingMethod::HistoryTag { tag_bits: check_max_bits(MAX_HISTORY_TAG_BITS)?, renews_tags, layout })
         }
         (
             SweepAxis::TagBits,
             Some(ParsedTextParameter(BalancingMethod::HashIndex { index_bits: bits, layout, .. })),
-        ) => Ok(BalancingMethod::HashIndex { index_bits: bits, tag_bits: check_max_bits(MAX_TAG_BITS)?, layout }),
-        (SweepAxis::IndexBits, Some(ParsedTextParameter(BalancingMethod::HashIndex { tag_bits, layout, .. }))) => {
-            Ok(BalancingMethod::HashIndex { index_bits: check_max_bits(MAX_INDEX_BITS)?, tag_bits, layout })
+        ) => {
+            Ok(BalancingMethod::HashIndex { index_bits: bits, tag_bits: check_max_bits(MAX_HISTORY_TAG_BITS)?, layout })
         }
-        _ => Err(ScenarioParameterError::NotSwept {
+        (SweepAxis::IndexBits, Some(ParsedTextParameter(BalancingMethod::HashIndex { tag_bits, layout, .. }))) => {
+            Ok(BalancingMethod::HashIndex { index_bits: check_max_bits(MAX_HASH_INDEX_BITS)?, tag_bits, layout })
+        }
+        _ => Err(ScenarioParameterError::UnsupportedSweepAxis {
             kind: SIMULATION_KIND,
             sweep_axis,
             detail: ": the method's cookie has no such bits",

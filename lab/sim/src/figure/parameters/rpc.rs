@@ -8,7 +8,7 @@ use crate::figure::job::{OutcomeValueQuery, SimulationJob};
 use crate::rpc::{
     self, CoreSelectionPolicy, JbsrqOptions, PeakLoadSearchConfig, RpcSimulationConfig, ServiceTimeDistribution,
 };
-use coreward_model::dispatch::Lambda;
+use coreward_model::dispatch::RankLambda;
 
 /// Name of server simulations in scenario files.
 pub const SIMULATION_KIND: &str = "rpc";
@@ -38,9 +38,9 @@ parameters! {
         /// Upper bound of the p99 latency in searches for the peak load (SLO), as a multiple of `slo_unit`.
         pub slo: f64,
         /// Requests whose p99 latency the SLO bounds, either `short` (default) or `all`.
-        pub slo_of: NamedChoiceParameter<rpc::SloMetric>,
+        pub slo_of: NamedChoiceParameter<rpc::SloRequestSelection>,
         /// Service time of which the SLO is a multiple, either `short` (default) or `mean`.
-        pub slo_unit: NamedChoiceParameter<rpc::SloUnit>,
+        pub slo_unit: NamedChoiceParameter<rpc::SloTimeUnit>,
         /// Number of bisection steps in a search for the peak load.
         pub steps: u32,
     }
@@ -55,45 +55,52 @@ impl RpcParameters {
             SweepAxis::Cores => parameters.cores = Some(to_integer(sweep_axis, value)?),
             SweepAxis::Latency => parameters.latency = Some(value),
             SweepAxis::LongFactor => {
-                parameters.service = Some(ParsedTextParameter(with_long_factor(parameters.service, value)?))
+                parameters.service = Some(ParsedTextParameter(override_long_service_factor(parameters.service, value)?))
             }
             SweepAxis::Lambda | SweepAxis::Switch => {
-                parameters.policy = Some(ParsedTextParameter(with_policy_option(parameters.policy, sweep_axis, value)?))
+                parameters.policy =
+                    Some(ParsedTextParameter(override_ranked_queue_option(parameters.policy, sweep_axis, value)?))
             }
             SweepAxis::Time => {}
-            _ => return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
+            _ => {
+                return Err(ScenarioParameterError::UnsupportedSweepAxis {
+                    kind: SIMULATION_KIND,
+                    sweep_axis,
+                    detail: "",
+                });
+            }
         }
         Ok(parameters)
     }
 
     /// Returns the run that measures a metric, and the query that selects its value. Returns `None` if the offered load
     /// exceeds the policy's capacity. Latency is unbounded there, so the point is not drawn.
-    pub fn build_job(
+    pub fn build_simulation_job(
         &self,
         measure: FigureMetric,
         seed: u64,
     ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
         let is_peak_search = matches!(measure, FigureMetric::PeakLoad | FigureMetric::PeakThroughput);
         let config = RpcSimulationConfig {
-            policy: self.policy.clone().ok_or(build_missing_error("policy"))?.0,
-            cores: self.cores.ok_or(build_missing_error("cores"))?,
-            service: self.service.clone().ok_or(build_missing_error("service"))?.0,
-            interface_latency: self.latency.ok_or(build_missing_error("latency"))?,
+            policy: self.policy.clone().ok_or(build_missing_parameter_error("policy"))?.0,
+            cores: self.cores.ok_or(build_missing_parameter_error("cores"))?,
+            service_times: self.service.clone().ok_or(build_missing_parameter_error("service"))?.0,
+            interface_latency: self.latency.ok_or(build_missing_parameter_error("latency"))?,
             offered_load: if is_peak_search {
                 RpcSimulationConfig::default().offered_load
             } else {
-                self.load.ok_or(build_missing_error("load"))?
+                self.load.ok_or(build_missing_parameter_error("load"))?
             },
-            request_count: self.requests.ok_or(build_missing_error("requests"))?,
+            request_count: self.requests.ok_or(build_missing_parameter_error("requests"))?,
             seed,
             connection_count: self.connections,
             connection_skew: 0.0,
-            queue_limit: None,
-            window_length: self.window,
+            max_requests_in_server: None,
+            latency_window_length: self.window,
         };
         let job = match measure {
             FigureMetric::PeakLoad | FigureMetric::PeakThroughput => {
-                SimulationJob::Peak(self.build_peak_config(config, seed)?)
+                SimulationJob::PeakLoadSearch(self.build_peak_search_config(config, seed)?)
             }
             FigureMetric::P99
             | FigureMetric::ShortP99
@@ -101,7 +108,8 @@ impl RpcParameters {
             | FigureMetric::Mean
             | FigureMetric::LongAnsweredPct
             | FigureMetric::BatchPct => {
-                let policy_capacity = config.policy.max_stable_load(config.service.mean(), config.interface_latency);
+                let policy_capacity =
+                    config.policy.max_stable_load(config.service_times.mean(), config.interface_latency);
                 let dispatcher_limit = self.dispatcher_limit.unwrap_or(f64::INFINITY);
                 if config.offered_load >= policy_capacity
                     || throughput_at_load(&config, config.offered_load) >= dispatcher_limit
@@ -110,7 +118,7 @@ impl RpcParameters {
                 }
                 SimulationJob::Rpc(config)
             }
-            _ => return Err(ScenarioParameterError::NotMeasured { kind: SIMULATION_KIND, measure }),
+            _ => return Err(ScenarioParameterError::UnsupportedMetric { kind: SIMULATION_KIND, measure }),
         };
         Ok(Some((
             job,
@@ -123,32 +131,32 @@ impl RpcParameters {
     }
 
     /// Returns the configuration of a peak-load search that runs simulations with `config`.
-    fn build_peak_config(
+    fn build_peak_search_config(
         &self,
         config: RpcSimulationConfig,
         seed: u64,
     ) -> Result<PeakLoadSearchConfig, ScenarioParameterError> {
         Ok(PeakLoadSearchConfig {
-            config,
-            slo_multiple: self.slo.ok_or(build_missing_error("slo"))?,
+            simulation_config: config,
+            latency_bound_in_slo_units: self.slo.ok_or(build_missing_parameter_error("slo"))?,
             seeds: seed..=seed,
-            bisection_steps: self.steps.ok_or(build_missing_error("steps"))?,
+            bisection_steps: self.steps.ok_or(build_missing_parameter_error("steps"))?,
             slo_metric: self.slo_of.unwrap_or_default().0,
             slo_unit: self.slo_unit.unwrap_or_default().0,
         })
     }
 }
 
-fn build_missing_error(parameter: &'static str) -> ScenarioParameterError {
-    ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter }
+fn build_missing_parameter_error(parameter: &'static str) -> ScenarioParameterError {
+    ScenarioParameterError::MissingParameter { kind: SIMULATION_KIND, parameter }
 }
 
 /// Returns the throughput of all cores at the given load (requests per short service time).
 pub fn throughput_at_load(config: &RpcSimulationConfig, load: f64) -> f64 {
-    load * f64::from(config.cores) / config.service.mean()
+    load * f64::from(config.cores) / config.service_times.mean()
 }
 
-fn with_long_factor(
+fn override_long_service_factor(
     service: Option<ParsedTextParameter<ServiceTimeDistribution>>,
     factor: f64,
 ) -> Result<ServiceTimeDistribution, ScenarioParameterError> {
@@ -159,9 +167,9 @@ fn with_long_factor(
             Ok(ServiceTimeDistribution::Multimodal(classes))
         }
         Some(ParsedTextParameter(ServiceTimeDistribution::Multimodal(_))) => {
-            Err(ScenarioParameterError::InvalidValue { sweep_axis, value: factor })
+            Err(ScenarioParameterError::InvalidSweepValue { sweep_axis, value: factor })
         }
-        _ => Err(ScenarioParameterError::NotSwept {
+        _ => Err(ScenarioParameterError::UnsupportedSweepAxis {
             kind: SIMULATION_KIND,
             sweep_axis,
             detail: ": the service times have no long class",
@@ -169,20 +177,23 @@ fn with_long_factor(
     }
 }
 
-fn with_policy_option(
+fn override_ranked_queue_option(
     policy: Option<ParsedTextParameter<CoreSelectionPolicy>>,
     sweep_axis: SweepAxis,
     value: f64,
 ) -> Result<CoreSelectionPolicy, ScenarioParameterError> {
     let Some(ParsedTextParameter(CoreSelectionPolicy::RankedQueue(options))) = policy else {
         let detail = ": the policy is not jbsrq";
-        return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail });
+        return Err(ScenarioParameterError::UnsupportedSweepAxis { kind: SIMULATION_KIND, sweep_axis, detail });
     };
-    let build_invalid_value_error = || ScenarioParameterError::InvalidValue { sweep_axis, value };
+    let build_invalid_value_error = || ScenarioParameterError::InvalidSweepValue { sweep_axis, value };
     let options = match sweep_axis {
-        SweepAxis::Switch if value >= 0.0 => JbsrqOptions { switch_cost: value, ..options },
+        SweepAxis::Switch if value >= 0.0 => JbsrqOptions { service_switch_time: value, ..options },
         SweepAxis::Switch => return Err(build_invalid_value_error()),
-        _ => JbsrqOptions { lambda: Lambda::new(value).map_err(|_| build_invalid_value_error())?, ..options },
+        _ => JbsrqOptions {
+            lower_priority_weight: RankLambda::new(value).map_err(|_| build_invalid_value_error())?,
+            ..options
+        },
     };
     Ok(CoreSelectionPolicy::RankedQueue(options))
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use coreward_config::{Diagnostic, Spanned, TomlSource};
+use coreward_config::{ConfigDiagnostic, Spanned, TomlSource};
 
 use super::{FigurePanel, FigureScenario, PlotType, SweepAxis};
 use crate::figure::claim::{Assertion, FigureQuantity, QuantityRatio};
@@ -14,7 +14,7 @@ const MAX_SEED_COUNT: u64 = 1_000;
 type ScenarioCheckError = (Range<usize>, String);
 
 /// Checks a scenario. An error names the invalid value with its line and column.
-pub fn check_scenario(scenario: &FigureScenario, source: &TomlSource) -> Result<(), Diagnostic> {
+pub fn check_scenario(scenario: &FigureScenario, source: &TomlSource) -> Result<(), ConfigDiagnostic> {
     let checks = [
         check_seed_count,
         check_simulation_kinds,
@@ -36,7 +36,7 @@ fn check_seed_count(scenario: &FigureScenario) -> Result<(), ScenarioCheckError>
 }
 
 /// Returns the names among rpc, lb, pcc and path whose element in `is_present` is true.
-fn present_simulation_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
+fn given_simulation_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
     ["rpc", "lb", "pcc", "path"]
         .into_iter()
         .zip(is_present)
@@ -45,7 +45,7 @@ fn present_simulation_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
 }
 
 fn check_simulation_kinds(scenario: &FigureScenario) -> Result<(), ScenarioCheckError> {
-    let scenario_kinds = present_simulation_kinds([
+    let scenario_kinds = given_simulation_kinds([
         scenario.rpc.is_some(),
         scenario.lb.is_some(),
         scenario.pcc.is_some(),
@@ -78,7 +78,7 @@ fn check_simulation_kinds(scenario: &FigureScenario) -> Result<(), ScenarioCheck
         (panel.title.span(), is_kind_present)
     });
     for (span, is_kind_present) in series_kinds.chain(panel_kinds) {
-        if let Some(other_kind) = present_simulation_kinds(is_kind_present).into_iter().find(|other| *other != kind) {
+        if let Some(other_kind) = given_simulation_kinds(is_kind_present).into_iter().find(|other| *other != kind) {
             return Err((span, format!("has parameters of kind `{other_kind}`: this scenario is of kind `{kind}`")));
         }
     }
@@ -144,7 +144,7 @@ fn check_panel_axes(scenario: &FigureScenario) -> Result<(), ScenarioCheckError>
 }
 
 /// Returns the panel with this title, or all panels if no title is given.
-fn find_panels<'a>(
+fn find_panels_by_title<'a>(
     scenario: &'a FigureScenario,
     title: Option<&Spanned<String>>,
 ) -> Result<Vec<&'a FigurePanel>, ScenarioCheckError> {
@@ -161,7 +161,7 @@ fn check_published_values(scenario: &FigureScenario) -> Result<(), ScenarioCheck
         if published_curve.points.is_empty() {
             return Err((published_curve.series.span(), "no published points: expected at least one".to_owned()));
         }
-        if find_panels(scenario, published_curve.panel.as_ref())?.len() > 1 {
+        if find_panels_by_title(scenario, published_curve.panel.as_ref())?.len() > 1 {
             let message = "published values without a panel: expected panel = \"...\", as there are several";
             return Err((published_curve.series.span(), message.to_owned()));
         }
@@ -202,10 +202,10 @@ fn check_claim(scenario: &FigureScenario, claim: &Assertion) -> Result<(), Scena
         return check_claimed_x(scenario, claim, order.panel.as_ref(), order.at.as_ref());
     }
     let quantities = claim.value.iter().chain(claim.ratio.iter().flat_map(QuantityRatio::quantities));
-    quantities.into_iter().try_for_each(|quantity| check_quantity(scenario, claim, quantity))
+    quantities.into_iter().try_for_each(|quantity| check_claimed_quantity(scenario, claim, quantity))
 }
 
-fn check_quantity(
+fn check_claimed_quantity(
     scenario: &FigureScenario,
     claim: &Assertion,
     quantity: &FigureQuantity,
@@ -230,7 +230,7 @@ fn check_claimed_x(
     panel: Option<&Spanned<String>>,
     at: Option<&Spanned<f64>>,
 ) -> Result<(), ScenarioCheckError> {
-    let panels = find_panels(scenario, panel)?;
+    let panels = find_panels_by_title(scenario, panel)?;
     if panels.iter().any(|panel| panel.measure.get_ref() != panels[0].measure.get_ref()) {
         let message = "a claim without a panel: expected panel = \"...\", as the panels measure different things";
         return Err((claim.statement.span(), message.to_owned()));

@@ -8,28 +8,28 @@ use crate::rpc::ticks::{NEVER, Tick};
 #[derive(Debug)]
 pub struct DelayLine<T> {
     latency: Tick,
-    in_flight: VecDeque<(Tick, T)>,
+    items_in_flight: VecDeque<(Tick, T)>,
 }
 
 impl<T> DelayLine<T> {
     pub fn new(latency: Tick) -> Self {
-        Self { latency, in_flight: VecDeque::new() }
+        Self { latency, items_in_flight: VecDeque::new() }
     }
 
     /// Sends an item at the time `now`, which must not be earlier than the previous send.
     #[inline]
     pub fn send(&mut self, now: Tick, item: T) {
-        self.in_flight.push_back((now + self.latency, item));
+        self.items_in_flight.push_back((now + self.latency, item));
     }
 
     #[inline]
     pub fn next_arrival_time(&self) -> Tick {
-        self.in_flight.front().map_or(NEVER, |(at, _)| *at)
+        self.items_in_flight.front().map_or(NEVER, |(at, _)| *at)
     }
 
     /// Removes the item that arrives first, and returns it with its arrival time.
     #[inline]
     pub fn receive(&mut self) -> Option<(Tick, T)> {
-        self.in_flight.pop_front()
+        self.items_in_flight.pop_front()
     }
 }

@@ -1,6 +1,6 @@
 //! Dispatcher of the policy `dfcfs:X,Y`, which divides the cores among several orchestrators.
 
-use coreward_model::dispatch::{DispatchHeader, Dispatcher, TournamentTree};
+use coreward_model::dispatch::{DispatchHeader, RequestDispatcher, TournamentTree};
 
 use crate::rpc::ticks::Tick;
 
@@ -14,7 +14,7 @@ pub struct GroupedFcfsDispatcher {
     interface_latency: Tick,
     cores_per_group: u16,
     /// Time from which each core is idle, in one tree for each group of cores.
-    core_idle_from_times: Vec<TournamentTree<Tick>>,
+    core_idle_start_times: Vec<TournamentTree<Tick>>,
 }
 
 impl GroupedFcfsDispatcher {
@@ -23,16 +23,16 @@ impl GroupedFcfsDispatcher {
         Self {
             interface_latency,
             cores_per_group,
-            core_idle_from_times: vec![TournamentTree::new(cores_per_group, 0); usize::from(groups)],
+            core_idle_start_times: vec![TournamentTree::new(cores_per_group, 0); usize::from(groups)],
         }
     }
 }
 
-impl Dispatcher for GroupedFcfsDispatcher {
+impl RequestDispatcher for GroupedFcfsDispatcher {
     #[inline]
     fn place_request(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
-        let group_index = (u64::from(header.flow_hash) * self.core_idle_from_times.len() as u64) >> 32;
-        let group_idle_from_times = &mut self.core_idle_from_times[group_index as usize];
+        let group_index = (u64::from(header.flow_hash) * self.core_idle_start_times.len() as u64) >> 32;
+        let group_idle_from_times = &mut self.core_idle_start_times[group_index as usize];
         let (core, idle_from) = group_idle_from_times.least_leaf();
         group_idle_from_times.set_key(core, idle_from.max(now + self.interface_latency) + header.expected_service_time);
         Some(group_index as u16 * self.cores_per_group + core)

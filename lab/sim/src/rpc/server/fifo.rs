@@ -22,7 +22,7 @@ pub struct FifoCores {
 struct FifoCore {
     idle_from: Tick,
     /// Total service time of all requests that have ever been dispatched to the core.
-    total_work: Tick,
+    total_service_time: Tick,
     unfinished_responses: VecDeque<SimulatedResponse>,
 }
 
@@ -49,8 +49,8 @@ impl ServerCores for FifoCores {
     fn dispatch(&mut self, now: Tick, core: u16, request: SimulatedRequest) {
         let core_state = &mut self.cores[usize::from(core)];
         let service_start = core_state.idle_from.max(now + self.interface_latency);
-        core_state.idle_from = service_start + request.work;
-        core_state.total_work += request.work;
+        core_state.idle_from = service_start + request.service_time;
+        core_state.total_service_time += request.service_time;
         let response = SimulatedResponse { departed_at: core_state.idle_from + self.interface_latency, request };
         if core_state.unfinished_responses.is_empty() {
             self.next_response_times.set_key(core, response.departed_at);
@@ -81,9 +81,11 @@ impl ServerCores for FifoCores {
                 .rev()
                 .take_while(|response| response.departed_at - self.interface_latency > now);
             unfinished_responses
-                .map(|response| (response.departed_at - self.interface_latency - now).min(response.request.work))
+                .map(|response| {
+                    (response.departed_at - self.interface_latency - now).min(response.request.service_time)
+                })
                 .sum()
         };
-        self.cores.iter().map(|core| core.total_work - compute_remaining_work(core)).collect()
+        self.cores.iter().map(|core| core.total_service_time - compute_remaining_work(core)).collect()
     }
 }

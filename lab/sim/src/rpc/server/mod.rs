@@ -18,7 +18,7 @@ mod stealing;
 use std::collections::VecDeque;
 
 pub use allocated::RingLeaderServer;
-use coreward_model::dispatch::{DispatchHeader, Dispatcher};
+use coreward_model::dispatch::{DispatchHeader, RequestDispatcher};
 pub use dfcfs::GroupedFcfsDispatcher;
 pub use fifo::FifoCores;
 pub use priority::PriorityCores;
@@ -35,7 +35,7 @@ pub struct SimulatedRequest {
     /// Time at which the request arrives at the NIC.
     pub arrived_at: Tick,
     /// Service time that the request needs at a core.
-    pub work: Tick,
+    pub service_time: Tick,
     pub request_hash: u32,
     /// RSS hash of the request's connection.
     pub flow_hash: u32,
@@ -52,7 +52,7 @@ impl SimulatedRequest {
     fn dispatch_header(&self) -> DispatchHeader {
         DispatchHeader {
             service: self.service,
-            expected_service_time: self.work,
+            expected_service_time: self.service_time,
             request_hash: self.request_hash,
             flow_hash: self.flow_hash,
         }
@@ -80,7 +80,7 @@ pub trait QueueingServer<S: ResponseSink> {
     fn add_request(&mut self, request: SimulatedRequest);
 
     /// Returns the number of requests that have arrived, but whose responses have not left the NIC yet.
-    fn outstanding_count(&self) -> u64;
+    fn outstanding_request_count(&self) -> u64;
 
     /// Returns each core's busy time until `now`. All events up to `now` must have been processed.
     fn core_busy_times(&self, now: Tick) -> Vec<Tick>;
@@ -105,50 +105,55 @@ pub trait ServerCores {
 pub struct NicServer<D, C> {
     dispatcher: D,
     cores: C,
-    waiting_requests: Vec<VecDeque<SimulatedRequest>>,
-    outstanding_count: u64,
+    waiting_requests_by_service: Vec<VecDeque<SimulatedRequest>>,
+    outstanding_request_count: u64,
 }
 
-impl<D: Dispatcher, C: ServerCores> NicServer<D, C> {
+impl<D: RequestDispatcher, C: ServerCores> NicServer<D, C> {
     /// Creates a server whose NIC has one queue for each of `services` services.
     pub fn new(dispatcher: D, cores: C, services: u8) -> Self {
-        Self { dispatcher, cores, waiting_requests: vec![VecDeque::new(); usize::from(services)], outstanding_count: 0 }
+        Self {
+            dispatcher,
+            cores,
+            waiting_requests_by_service: vec![VecDeque::new(); usize::from(services)],
+            outstanding_request_count: 0,
+        }
     }
 
     /// Sends waiting requests to cores for as long as the dispatcher allows it.
     #[inline]
-    fn release_waiting_requests(&mut self, now: Tick) {
+    fn dispatch_waiting_requests(&mut self, now: Tick) {
         while let Some(release) = self.dispatcher.release_request(now) {
-            let request = self.waiting_requests[usize::from(release.service)].pop_front();
+            let request = self.waiting_requests_by_service[usize::from(release.service)].pop_front();
             self.cores.dispatch(now, release.core, request.expect("the dispatcher counts those that wait"));
         }
     }
 }
 
-impl<D: Dispatcher, C: ServerCores, S: ResponseSink> QueueingServer<S> for NicServer<D, C> {
+impl<D: RequestDispatcher, C: ServerCores, S: ResponseSink> QueueingServer<S> for NicServer<D, C> {
     #[inline]
     fn advance(&mut self, end_time: Tick, sink: &mut S) {
         while self.cores.next_event_time() <= end_time {
             let Some((core, response)) = self.cores.process_next_event() else { continue };
             self.dispatcher.record_completion(core, &response.request.dispatch_header());
-            self.release_waiting_requests(response.departed_at);
-            self.outstanding_count -= 1;
+            self.dispatch_waiting_requests(response.departed_at);
+            self.outstanding_request_count -= 1;
             sink.handle_response(&response);
         }
     }
 
     #[inline]
     fn add_request(&mut self, request: SimulatedRequest) {
-        self.outstanding_count += 1;
+        self.outstanding_request_count += 1;
         match self.dispatcher.place_request(request.arrived_at, &request.dispatch_header()) {
             Some(core) => self.cores.dispatch(request.arrived_at, core, request),
-            None => self.waiting_requests[usize::from(request.service)].push_back(request),
+            None => self.waiting_requests_by_service[usize::from(request.service)].push_back(request),
         }
     }
 
     #[inline]
-    fn outstanding_count(&self) -> u64 {
-        self.outstanding_count
+    fn outstanding_request_count(&self) -> u64 {
+        self.outstanding_request_count
     }
 
     fn core_busy_times(&self, now: Tick) -> Vec<Tick> {

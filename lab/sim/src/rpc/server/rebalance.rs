@@ -17,40 +17,45 @@ use crate::rpc::ticks::Tick;
 /// (docs/figures.md).
 #[derive(Debug)]
 pub struct RebalancedServer {
-    server: NicServer<RssDispatcher, FifoCores>,
+    nic_server: NicServer<RssDispatcher, FifoCores>,
     rebalance_interval: Tick,
     next_rebalance_at: Tick,
     /// Total work of the requests that have arrived so far, for each bucket (ticks).
-    bucket_work: Vec<u64>,
+    service_time_by_bucket: Vec<u64>,
 }
 
 impl RebalancedServer {
     /// Creates a server that redistributes its buckets every `rebalance_interval` ticks.
-    pub fn new(server: NicServer<RssDispatcher, FifoCores>, rebalance_interval: Tick) -> Self {
-        let bucket_count = server.dispatcher.indirection_table().entry_count();
-        Self { server, rebalance_interval, next_rebalance_at: rebalance_interval, bucket_work: vec![0; bucket_count] }
+    pub fn new(nic_server: NicServer<RssDispatcher, FifoCores>, rebalance_interval: Tick) -> Self {
+        let bucket_count = nic_server.dispatcher.indirection_table().entry_count();
+        Self {
+            nic_server,
+            rebalance_interval,
+            next_rebalance_at: rebalance_interval,
+            service_time_by_bucket: vec![0; bucket_count],
+        }
     }
 
     fn rebalance_buckets(&mut self, now: Tick) {
         let expected_work =
             |work: &u64| (u128::from(*work) * u128::from(self.rebalance_interval) / u128::from(now)) as u64;
-        let expected_bucket_work: Vec<u64> = self.bucket_work.iter().map(expected_work).collect();
-        let core_backlogs: Vec<u64> = self.server.cores.core_backlogs(now).collect();
+        let expected_bucket_work: Vec<u64> = self.service_time_by_bucket.iter().map(expected_work).collect();
+        let core_backlogs: Vec<u64> = self.nic_server.cores.core_backlogs(now).collect();
         let table = IndirectionTable::new(&assign_buckets_to_cores(&expected_bucket_work, &core_backlogs))
             .expect("as long as the table was");
-        self.server.dispatcher.set_indirection_table(table);
+        self.nic_server.dispatcher.set_indirection_table(table);
     }
 }
 
 impl<S: ResponseSink> QueueingServer<S> for RebalancedServer {
     fn advance(&mut self, end_time: Tick, sink: &mut S) {
         // While no request is outstanding, several redistributions have the same result as one.
-        while self.next_rebalance_at <= end_time && self.server.outstanding_count > 0 {
-            self.server.advance(self.next_rebalance_at, sink);
+        while self.next_rebalance_at <= end_time && self.nic_server.outstanding_request_count > 0 {
+            self.nic_server.advance(self.next_rebalance_at, sink);
             self.rebalance_buckets(self.next_rebalance_at);
             self.next_rebalance_at += self.rebalance_interval;
         }
-        self.server.advance(end_time, sink);
+        self.nic_server.advance(end_time, sink);
     }
 
     fn add_request(&mut self, request: SimulatedRequest) {
@@ -59,16 +64,16 @@ impl<S: ResponseSink> QueueingServer<S> for RebalancedServer {
             self.rebalance_buckets(last_rebalance_at);
             self.next_rebalance_at = last_rebalance_at + self.rebalance_interval;
         }
-        let bucket = request.flow_hash as usize & (self.bucket_work.len() - 1);
-        self.bucket_work[bucket] += request.work;
-        QueueingServer::<S>::add_request(&mut self.server, request);
+        let bucket = request.flow_hash as usize & (self.service_time_by_bucket.len() - 1);
+        self.service_time_by_bucket[bucket] += request.service_time;
+        QueueingServer::<S>::add_request(&mut self.nic_server, request);
     }
 
-    fn outstanding_count(&self) -> u64 {
-        self.server.outstanding_count
+    fn outstanding_request_count(&self) -> u64 {
+        self.nic_server.outstanding_request_count
     }
 
     fn core_busy_times(&self, now: Tick) -> Vec<Tick> {
-        QueueingServer::<S>::core_busy_times(&self.server, now)
+        QueueingServer::<S>::core_busy_times(&self.nic_server, now)
     }
 }

@@ -19,13 +19,13 @@ pub struct ProcessorSharingCores {
     core_count: u64,
     requests_to_cores: DelayLine<SimulatedRequest>,
     responses_to_nic: DelayLine<SimulatedRequest>,
-    jobs: BinaryHeap<Reverse<SharedJob>>,
+    jobs: BinaryHeap<Reverse<ProcessorSharingJob>>,
     /// Virtual time at `updated_at`, in fractions of a tick ([`FIXED_POINT_ONE`] is one tick).
-    virtual_now: u128,
+    virtual_time_at_update: u128,
     updated_at: Tick,
-    /// Advance of virtual time per tick of simulated time, in the unit of `virtual_now`.
+    /// Advance of virtual time per tick of simulated time, in the unit of `virtual_time_at_update`.
     virtual_time_per_tick: u128,
-    next_end_at: Tick,
+    next_job_end_at: Tick,
     /// Number of the next arriving job. Jobs that end at the same time are ordered by their numbers.
     next_arrival_number: u64,
     /// Total busy time of all cores until `updated_at`.
@@ -37,19 +37,19 @@ pub struct ProcessorSharingCores {
 const FIXED_POINT_ONE: u128 = 1 << 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct SharedJob {
-    virtual_end: u128,
+struct ProcessorSharingJob {
+    virtual_end_time: u128,
     arrival_number: u64,
     request: SimulatedRequest,
 }
 
-impl Ord for SharedJob {
+impl Ord for ProcessorSharingJob {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.virtual_end, self.arrival_number).cmp(&(other.virtual_end, other.arrival_number))
+        (self.virtual_end_time, self.arrival_number).cmp(&(other.virtual_end_time, other.arrival_number))
     }
 }
 
-impl PartialOrd for SharedJob {
+impl PartialOrd for ProcessorSharingJob {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
@@ -63,10 +63,10 @@ impl ProcessorSharingCores {
             requests_to_cores: DelayLine::new(latency),
             responses_to_nic: DelayLine::new(latency),
             jobs: BinaryHeap::new(),
-            virtual_now: 0,
+            virtual_time_at_update: 0,
             updated_at: 0,
             virtual_time_per_tick: FIXED_POINT_ONE,
-            next_end_at: NEVER,
+            next_job_end_at: NEVER,
             next_arrival_number: 0,
             total_busy_time: 0,
         }
@@ -74,7 +74,7 @@ impl ProcessorSharingCores {
 
     fn advance_to(&mut self, now: Tick) {
         self.total_busy_time += self.busy_time_since_update(now);
-        self.virtual_now += u128::from(now - self.updated_at) * self.virtual_time_per_tick;
+        self.virtual_time_at_update += u128::from(now - self.updated_at) * self.virtual_time_per_tick;
         self.updated_at = now;
     }
 
@@ -91,9 +91,12 @@ impl ProcessorSharingCores {
         } else {
             u128::from(self.core_count) * FIXED_POINT_ONE / job_count
         };
-        self.next_end_at = self.jobs.peek().map_or(NEVER, |Reverse(earliest_job)| {
+        self.next_job_end_at = self.jobs.peek().map_or(NEVER, |Reverse(earliest_job)| {
             self.updated_at
-                + earliest_job.virtual_end.saturating_sub(self.virtual_now).div_ceil(self.virtual_time_per_tick) as Tick
+                + earliest_job
+                    .virtual_end_time
+                    .saturating_sub(self.virtual_time_at_update)
+                    .div_ceil(self.virtual_time_per_tick) as Tick
         });
     }
 }
@@ -105,7 +108,10 @@ impl ServerCores for ProcessorSharingCores {
 
     #[inline]
     fn next_event_time(&self) -> Tick {
-        self.requests_to_cores.next_arrival_time().min(self.next_end_at).min(self.responses_to_nic.next_arrival_time())
+        self.requests_to_cores
+            .next_arrival_time()
+            .min(self.next_job_end_at)
+            .min(self.responses_to_nic.next_arrival_time())
     }
 
     fn process_next_event(&mut self) -> Option<(u16, SimulatedResponse)> {
@@ -117,13 +123,17 @@ impl ServerCores for ProcessorSharingCores {
                 .map(|(departed_at, request)| (0, SimulatedResponse { departed_at, request }));
         }
         self.advance_to(now);
-        if self.next_end_at == now {
+        if self.next_job_end_at == now {
             let Reverse(ended_job) = self.jobs.pop()?;
             self.responses_to_nic.send(now, ended_job.request);
         } else {
             let (_, request) = self.requests_to_cores.receive()?;
-            let virtual_end = self.virtual_now + u128::from(request.work) * FIXED_POINT_ONE;
-            self.jobs.push(Reverse(SharedJob { virtual_end, arrival_number: self.next_arrival_number, request }));
+            let virtual_end = self.virtual_time_at_update + u128::from(request.service_time) * FIXED_POINT_ONE;
+            self.jobs.push(Reverse(ProcessorSharingJob {
+                virtual_end_time: virtual_end,
+                arrival_number: self.next_arrival_number,
+                request,
+            }));
             self.next_arrival_number += 1;
         }
         self.update_virtual_time_rate();

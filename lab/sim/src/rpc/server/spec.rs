@@ -3,9 +3,9 @@
 use std::num::NonZeroU16;
 
 use coreward_model::dispatch::{
-    ClassBoundedShortestQueue, CoreAllocator, CoreAssignmentMode, Dispatcher, FirstEligibleOutConfig,
+    ClassBoundedShortestQueue, CoreAllocator, CoreAssignmentMode, FirstEligibleOutConfig,
     JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, RandomDispatcher, RankArrays, RankedService,
-    RoundRobinDispatcher, RssDispatcher,
+    RequestDispatcher, RoundRobinDispatcher, RssDispatcher,
 };
 use coreward_model::rss::IndirectionTable;
 
@@ -13,7 +13,7 @@ use super::{
     FifoCores, GroupedFcfsDispatcher, NicServer, PriorityCores, ProcessorSharingCores, QueueDisciplineCores,
     QueueingServer, RebalancedServer, ResponseSink, RingLeaderServer, ServerCores, StealingCores,
 };
-use crate::rpc::ticks::{Tick, units_to_ticks};
+use crate::rpc::ticks::{Tick, time_units_to_ticks};
 use crate::rpc::{CoreSelectionPolicy, JbsrqOptions};
 
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +59,7 @@ impl ServerSpec<'_> {
             CoreSelectionPolicy::BoundedShortestQueue(bound) => {
                 visit_nic_server(visitor, JoinShortestQueue::bounded(cores, *bound), build_fifo_cores())
             }
-            CoreSelectionPolicy::RankedQueue(options) => self.build_ranked_queue_server(visitor, options),
+            CoreSelectionPolicy::RankedQueue(options) => self.visit_ranked_queue_server(visitor, options),
             CoreSelectionPolicy::ClassBoundedQueue(options) => visit_nic_server(
                 visitor,
                 ClassBoundedShortestQueue::new(options.to_class_bounds(cores, self.class_count)),
@@ -68,10 +68,10 @@ impl ServerSpec<'_> {
             CoreSelectionPolicy::Rss => visit_nic_server(visitor, self.build_rss_dispatcher(), build_fifo_cores()),
             CoreSelectionPolicy::RssRebalancedEvery(regroup_interval) => visitor.visit_server(RebalancedServer::new(
                 NicServer::new(self.build_rss_dispatcher(), build_fifo_cores(), 1),
-                units_to_ticks(*regroup_interval),
+                time_units_to_ticks(*regroup_interval),
             )),
             CoreSelectionPolicy::WorkStealingAtCost(cost) => {
-                let stealing_cores = StealingCores::new(cores, units_to_ticks(*cost));
+                let stealing_cores = StealingCores::new(cores, time_units_to_ticks(*cost));
                 visit_nic_server(
                     visitor,
                     self.build_rss_dispatcher(),
@@ -93,7 +93,7 @@ impl ServerSpec<'_> {
         RssDispatcher::new(self.indirection_table.clone())
     }
 
-    fn build_ranked_queue_server<S: ResponseSink, V: ServerVisitor<S>>(
+    fn visit_ranked_queue_server<S: ResponseSink, V: ServerVisitor<S>>(
         &self,
         visitor: V,
         options: &JbsrqOptions,
@@ -103,13 +103,19 @@ impl ServerSpec<'_> {
         let priority_cores = PriorityCores::new(
             cores,
             service_count,
-            units_to_ticks(options.quantum),
-            units_to_ticks(options.switch_cost),
+            time_units_to_ticks(options.preemption_quantum),
+            time_units_to_ticks(options.service_switch_time),
         );
-        let JbsrqOptions { lambda, queue_depth: depth, rank_rule: rank, scheduler, .. } = *options;
+        let JbsrqOptions {
+            lower_priority_weight: lambda,
+            queue_depth: depth,
+            rank_rule: rank,
+            eligibility_rule: scheduler,
+            ..
+        } = *options;
         let ranked_services: Vec<_> = (0..service_count).map(|priority| RankedService { priority, lambda }).collect();
         let scheduler_config = FirstEligibleOutConfig {
-            selection: scheduler,
+            eligibility_rule: scheduler,
             ..FirstEligibleOutConfig::strict_priority(0..service_count)
         };
         let rank_arrays = RankArrays::new(cores, &ranked_services, rank, depth);
@@ -126,7 +132,7 @@ impl ServerSpec<'_> {
             server,
             cores,
             core_allocator,
-            units_to_ticks(options.monitor_interval),
+            time_units_to_ticks(options.load_monitor_interval),
             latency,
         ))
     }
@@ -134,7 +140,7 @@ impl ServerSpec<'_> {
 
 fn visit_nic_server<S: ResponseSink, V: ServerVisitor<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
 where
-    D: Dispatcher + 'static,
+    D: RequestDispatcher + 'static,
     C: ServerCores + 'static,
 {
     visitor.visit_server(NicServer::new(dispatcher, cores, 1))

@@ -45,8 +45,8 @@ impl StealingCores {
         timers: &mut TournamentTree<Tick>,
     ) {
         let core_state = &mut self.cores[usize::from(core)];
-        core_state.busy_until = now + additional_time + request.work;
-        core_state.busy_time += additional_time + request.work;
+        core_state.busy_until = now + additional_time + request.service_time;
+        core_state.busy_time += additional_time + request.service_time;
         core_state.request_in_service = Some(request);
         timers.set_key(core, core_state.busy_until);
         self.stealing_policy.set_core_busy(core, true);

@@ -17,7 +17,7 @@ pub enum CaptureError {
         "cut off in packet {packet_number}: {packets_before} packets were read before, up to {last_s:.6} s after the \
          first"
     )]
-    Truncated {
+    TruncatedFile {
         /// Number of the incomplete packet, counted from 1.
         packet_number: u64,
         /// Number of complete packets before the incomplete one.
@@ -76,7 +76,7 @@ pub enum CaptureError {
         (previous_s - time_s) * 1e3,
         before = packet_number - 1, tolerated = REORDER_TOLERANCE_NS / 1_000_000
     )]
-    Unsorted {
+    UnsortedPacketTimes {
         /// Number of the packet, counted from 1.
         packet_number: u64,
         /// Time stamp of the packet (s since 1970).

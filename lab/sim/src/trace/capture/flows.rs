@@ -14,7 +14,7 @@ use foldhash::fast::FixedState;
 
 use super::headers::{FLAG_ENDS_CONNECTION, FLAG_IPV6_ADDRESSES, FLAG_OPENS_CONNECTION};
 use super::records::{PacketRecord, PacketRecordBatch};
-use crate::trace::{FirstPacket, FlowEvent, PacketBatch, TracePacket};
+use crate::trace::{FlowFirstPacket, PacketBatch, TraceFlowEvent, TracePacket};
 
 /// Time during which a TCP flow may still send after its FIN or RST (ns).
 const CLOSING_FLOW_TIMEOUT_NS: u64 = 2_000_000_000;
@@ -49,7 +49,7 @@ pub struct FlowTracker {
     flow_keys: Vec<FlowKey>,
     free_flow_numbers: Vec<u32>,
     idle_timeout_ns: u64,
-    next_sweep_ns: u64,
+    next_expiry_sweep_ns: u64,
 }
 
 impl FlowTracker {
@@ -61,21 +61,24 @@ impl FlowTracker {
             flow_keys: Vec::new(),
             free_flow_numbers: Vec::new(),
             idle_timeout_ns,
-            next_sweep_ns: 0,
+            next_expiry_sweep_ns: 0,
         }
     }
 
     /// Assigns the packets of `records` to flows, and appends them to `batch`.
-    pub fn assign_flows(&mut self, records: &PacketRecordBatch, batch: &mut PacketBatch) {
+    pub fn assign_packets_to_flows(&mut self, records: &PacketRecordBatch, batch: &mut PacketBatch) {
         for record in &records.packets {
-            if record.time_ns >= self.next_sweep_ns {
+            if record.time_ns >= self.next_expiry_sweep_ns {
                 self.remove_ended_flows(record.time_ns, &mut batch.packets);
             }
             let ports = u64::from(record.port_pair) << 8 | u64::from(record.ip_protocol);
             let (number, is_new) = if record.packet_flags & FLAG_IPV6_ADDRESSES == 0 {
-                self.find_or_add_ipv4_flow(u128::from(record.addresses_or_index) << 64 | u128::from(ports))
+                self.find_or_add_ipv4_flow(u128::from(record.ipv4_addresses_or_ipv6_index) << 64 | u128::from(ports))
             } else {
-                self.find_or_add_ipv6_flow((records.ipv6_addresses[record.addresses_or_index as usize], ports))
+                self.find_or_add_ipv6_flow((
+                    records.ipv6_addresses[record.ipv4_addresses_or_ipv6_index as usize],
+                    ports,
+                ))
             };
             self.append_packet(record, number, is_new, batch);
         }
@@ -129,7 +132,7 @@ impl FlowTracker {
                     time_ns: record.time_ns,
                     flow_number: number,
                     wire_bytes: 0,
-                    event: FlowEvent::EXPIRES,
+                    event: TraceFlowEvent::EXPIRES,
                 });
                 flow.is_closing = false;
                 is_new = true;
@@ -138,12 +141,13 @@ impl FlowTracker {
         flow.last_packet_ns = record.time_ns;
         flow.is_closing |= record.packet_flags & FLAG_ENDS_CONNECTION != 0;
         let event = if is_new {
-            batch
-                .first_packets
-                .push(FirstPacket { tuple: flow_key_to_tuple(&self.flow_keys[number as usize]), rate_pps: None });
-            FlowEvent::OPENS
+            batch.first_packets.push(FlowFirstPacket {
+                tuple: flow_key_to_tuple(&self.flow_keys[number as usize]),
+                flow_rate_pps: None,
+            });
+            TraceFlowEvent::OPENS
         } else {
-            FlowEvent::NONE
+            TraceFlowEvent::NONE
         };
         batch.packets.push(TracePacket {
             time_ns: record.time_ns,
@@ -168,10 +172,15 @@ impl FlowTracker {
                 FlowKey::Unused => continue,
             };
             self.free_flow_numbers.push(number);
-            events.push(TracePacket { time_ns: now_ns, flow_number: number, wire_bytes: 0, event: FlowEvent::EXPIRES });
+            events.push(TracePacket {
+                time_ns: now_ns,
+                flow_number: number,
+                wire_bytes: 0,
+                event: TraceFlowEvent::EXPIRES,
+            });
         }
         // This is often enough to free ended flows soon, and so seldom that the scan costs almost nothing per packet.
-        self.next_sweep_ns = now_ns + (CLOSING_FLOW_TIMEOUT_NS.min(self.idle_timeout_ns) / 4).max(1);
+        self.next_expiry_sweep_ns = now_ns + (CLOSING_FLOW_TIMEOUT_NS.min(self.idle_timeout_ns) / 4).max(1);
     }
 }
 

@@ -11,7 +11,7 @@ pub const FLAG_ENDS_CONNECTION: u8 = 4;
 
 /// Link layer of captured frames, with values from pcap's LINKTYPE_ registry (tcpdump.org/linktypes.html).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LinkType {
+pub enum CaptureLinkType {
     /// `LINKTYPE_ETHERNET` (1)
     Ethernet,
     /// `LINKTYPE_NULL` (0), in which the address family in the capturing host's byte order precedes the IP packet
@@ -28,32 +28,32 @@ pub enum LinkType {
     LinuxCooked2,
 }
 
-impl TryFrom<u32> for LinkType {
+impl TryFrom<u32> for CaptureLinkType {
     type Error = CaptureError;
 
     fn try_from(number: u32) -> Result<Self, CaptureError> {
         match number {
-            0 => Ok(LinkType::Loopback),
-            1 => Ok(LinkType::Ethernet),
-            12 | 14 | 101 => Ok(LinkType::Raw),
-            113 => Ok(LinkType::LinuxCooked),
-            228 => Ok(LinkType::Ipv4),
-            229 => Ok(LinkType::Ipv6),
-            276 => Ok(LinkType::LinuxCooked2),
+            0 => Ok(CaptureLinkType::Loopback),
+            1 => Ok(CaptureLinkType::Ethernet),
+            12 | 14 | 101 => Ok(CaptureLinkType::Raw),
+            113 => Ok(CaptureLinkType::LinuxCooked),
+            228 => Ok(CaptureLinkType::Ipv4),
+            229 => Ok(CaptureLinkType::Ipv6),
+            276 => Ok(CaptureLinkType::LinuxCooked2),
             other => Err(CaptureError::UnsupportedLinkType(other)),
         }
     }
 }
 
-impl LinkType {
+impl CaptureLinkType {
     /// Returns the length of the headers before the network layer (bytes), not counting VLAN tags.
     fn link_header_length(self) -> usize {
         match self {
-            LinkType::Ethernet => 14,
-            LinkType::Loopback => 4,
-            LinkType::Raw | LinkType::Ipv4 | LinkType::Ipv6 => 0,
-            LinkType::LinuxCooked => 16,
-            LinkType::LinuxCooked2 => 20,
+            CaptureLinkType::Ethernet => 14,
+            CaptureLinkType::Loopback => 4,
+            CaptureLinkType::Raw | CaptureLinkType::Ipv4 | CaptureLinkType::Ipv6 => 0,
+            CaptureLinkType::LinuxCooked => 16,
+            CaptureLinkType::LinuxCooked2 => 20,
         }
     }
 
@@ -134,18 +134,18 @@ const IP_PROTOCOL_UDP: u8 = 17;
 
 /// Returns a packet's addresses, ports and flags. Fails when the packet has no ports, or was captured without them.
 #[inline]
-pub fn parse_headers(link_type: LinkType, data: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
+pub fn parse_headers(link_type: CaptureLinkType, data: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
     match link_type {
-        LinkType::Ethernet => parse_from_ethertype(data, 12),
-        LinkType::LinuxCooked => parse_from_ethertype(data, 14),
-        LinkType::LinuxCooked2 => {
+        CaptureLinkType::Ethernet => parse_from_ethertype_field(data, 12),
+        CaptureLinkType::LinuxCooked => parse_from_ethertype_field(data, 14),
+        CaptureLinkType::LinuxCooked2 => {
             let (header, packet) = data.split_at_checked(20).ok_or(PacketSkipReason::CutOff)?;
-            parse_ethertype(read_be_u16(header, 0).ok_or(PacketSkipReason::CutOff)?, packet)
+            parse_packet_by_ethertype(read_be_u16(header, 0).ok_or(PacketSkipReason::CutOff)?, packet)
         }
-        LinkType::Raw => parse_by_ip_version(data),
-        LinkType::Ipv4 => parse_ipv4(data),
-        LinkType::Ipv6 => parse_ipv6(data),
-        LinkType::Loopback => parse_by_ip_version(data.get(4..).ok_or(PacketSkipReason::CutOff)?),
+        CaptureLinkType::Raw => parse_ip_packet(data),
+        CaptureLinkType::Ipv4 => parse_ipv4(data),
+        CaptureLinkType::Ipv6 => parse_ipv6(data),
+        CaptureLinkType::Loopback => parse_ip_packet(data.get(4..).ok_or(PacketSkipReason::CutOff)?),
     }
 }
 
@@ -155,18 +155,18 @@ fn read_be_u16(data: &[u8], offset: usize) -> Option<u16> {
 
 /// Parses a packet whose first EtherType is at `offset`. Any number of VLAN tags may follow.
 #[inline]
-fn parse_from_ethertype(data: &[u8], mut offset: usize) -> Result<ParsedHeaders, PacketSkipReason> {
+fn parse_from_ethertype_field(data: &[u8], mut offset: usize) -> Result<ParsedHeaders, PacketSkipReason> {
     loop {
         let ethertype = read_be_u16(data, offset).ok_or(PacketSkipReason::CutOff)?;
         if !ETHERTYPES_VLAN.contains(&ethertype) {
-            return parse_ethertype(ethertype, &data[offset + 2..]);
+            return parse_packet_by_ethertype(ethertype, &data[offset + 2..]);
         }
         offset += 4;
     }
 }
 
 #[inline]
-fn parse_ethertype(ethertype: u16, packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
+fn parse_packet_by_ethertype(ethertype: u16, packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
     match ethertype {
         ETHERTYPE_IPV4 => parse_ipv4(packet),
         ETHERTYPE_IPV6 => parse_ipv6(packet),
@@ -174,7 +174,7 @@ fn parse_ethertype(ethertype: u16, packet: &[u8]) -> Result<ParsedHeaders, Packe
     }
 }
 
-fn parse_by_ip_version(packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
+fn parse_ip_packet(packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
     match packet.first().ok_or(PacketSkipReason::CutOff)? >> 4 {
         4 => parse_ipv4(packet),
         6 => parse_ipv6(packet),
@@ -194,7 +194,7 @@ fn parse_ipv4(packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
         return Err(PacketSkipReason::Fragment);
     }
     let address_bytes: [u8; 8] = header[12..20].try_into().expect("eight bytes");
-    parse_transport(
+    parse_transport_header(
         header[9],
         packet.get(header_bytes..).ok_or(PacketSkipReason::CutOff)?,
         AddressPair::V4(u64::from_be_bytes(address_bytes)),
@@ -223,7 +223,7 @@ fn parse_ipv6(packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
             }
             // The authentication header has its length in units of 4 bytes, minus 2.
             51 => usize::from(*payload.get(1).ok_or(PacketSkipReason::CutOff)?) * 4 + 8,
-            _ => return parse_transport(next_header, payload, addresses),
+            _ => return parse_transport_header(next_header, payload, addresses),
         };
         next_header = *payload.first().ok_or(PacketSkipReason::CutOff)?;
         payload = payload.get(header_bytes..).ok_or(PacketSkipReason::CutOff)?;
@@ -231,7 +231,11 @@ fn parse_ipv6(packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
 }
 
 #[inline]
-fn parse_transport(protocol: u8, segment: &[u8], addresses: AddressPair) -> Result<ParsedHeaders, PacketSkipReason> {
+fn parse_transport_header(
+    protocol: u8,
+    segment: &[u8],
+    addresses: AddressPair,
+) -> Result<ParsedHeaders, PacketSkipReason> {
     if protocol != IP_PROTOCOL_TCP && protocol != IP_PROTOCOL_UDP {
         return Err(PacketSkipReason::OtherProtocol);
     }

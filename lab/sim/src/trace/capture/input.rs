@@ -58,7 +58,7 @@ pub struct OpenedTraceFile {
 /// arrival log.
 pub fn open_trace_file(path: &Path) -> Result<OpenedTraceFile, TraceError> {
     let path_to_text = || path.display().to_string();
-    let to_file_error = |error| TraceError::File { path: path_to_text(), error };
+    let to_file_error = |error| TraceError::UnreadableFile { path: path_to_text(), error };
     let file = File::open(path).map_err(to_file_error)?;
     let (first_bytes, mut reader) = peek_magic_number(file).map_err(to_file_error)?;
     let mut format = detect_format(&first_bytes);
@@ -71,7 +71,9 @@ pub fn open_trace_file(path: &Path) -> Result<OpenedTraceFile, TraceError> {
         TraceFileFormat::Pcap | TraceFileFormat::Pcapng | TraceFileFormat::ArrivalLog => {
             Ok(OpenedTraceFile { reader, format })
         }
-        _ => Err(TraceError::Capture { path: path_to_text(), error: CaptureError::UnknownFormat { first_bytes } }),
+        _ => {
+            Err(TraceError::InvalidCapture { path: path_to_text(), error: CaptureError::UnknownFormat { first_bytes } })
+        }
     }
 }
 

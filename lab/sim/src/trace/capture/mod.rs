@@ -23,8 +23,8 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use self::flows::FlowTracker;
-use self::records::{PacketRecordBatch, ReadStopReason};
-use super::{PacketBatch, PacketSkipCounts, Trace, TraceError};
+use self::records::{CaptureReadStopReason, PacketRecordBatch};
+use super::{PacketBatch, PacketSkipCounts, PacketTrace, TraceError};
 
 use self::input::OpenedTraceFile;
 
@@ -32,19 +32,19 @@ pub use error::CaptureError;
 pub use input::TraceFileFormat;
 
 /// Number of packet batches that circulate between the thread that reads the file and the thread that uses the packets.
-const RECORD_BATCH_COUNT: usize = 4;
+const CIRCULATING_PACKET_BATCH_COUNT: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CaptureReadOptions {
     /// Time without packets after which a flow has ended (ns).
-    pub idle_timeout_ns: u64,
+    pub flow_idle_timeout_ns: u64,
 }
 
 impl Default for CaptureReadOptions {
     /// Returns options with an idle timeout of 60 s. Applications rarely pause longer, and flows then use memory for at
     /// most one minute after their last packet.
     fn default() -> Self {
-        Self { idle_timeout_ns: 60_000_000_000 }
+        Self { flow_idle_timeout_ns: 60_000_000_000 }
     }
 }
 
@@ -54,7 +54,7 @@ pub struct CaptureTrace {
     empty_batches: SyncSender<PacketRecordBatch>,
     reader_thread: Option<JoinHandle<Result<(), TraceError>>>,
     flow_tracker: FlowTracker,
-    skip_counts: PacketSkipCounts,
+    skipped_packet_counts: PacketSkipCounts,
     reordered_packet_count: u64,
 }
 
@@ -62,9 +62,9 @@ impl CaptureTrace {
     /// Starts a thread that reads the capture. Errors during reading name `path`.
     pub fn start_reading(input: OpenedTraceFile, path: &Path, options: CaptureReadOptions) -> Self {
         let path_text = path.display().to_string();
-        let (filled_batch_sender, filled_batches) = sync_channel(RECORD_BATCH_COUNT);
-        let (empty_batches, empty_batch_receiver) = sync_channel(RECORD_BATCH_COUNT);
-        for _ in 0..RECORD_BATCH_COUNT {
+        let (filled_batch_sender, filled_batches) = sync_channel(CIRCULATING_PACKET_BATCH_COUNT);
+        let (empty_batches, empty_batch_receiver) = sync_channel(CIRCULATING_PACKET_BATCH_COUNT);
+        for _ in 0..CIRCULATING_PACKET_BATCH_COUNT {
             empty_batches.send(PacketRecordBatch::default()).expect("the receiver is here");
         }
         let read_file = move || {
@@ -74,17 +74,27 @@ impl CaptureTrace {
                 _ => pcapng::read_capture(input.reader, &mut frame_parser),
             };
             match result.and_then(|()| frame_parser.send_last_batch()) {
-                Ok(()) | Err(ReadStopReason::ReceiverClosed) => Ok(()),
-                Err(ReadStopReason::CaptureFailed(error)) => Err(TraceError::Capture { path: path_text, error }),
+                Ok(()) | Err(CaptureReadStopReason::ReceiverClosed) => Ok(()),
+                Err(CaptureReadStopReason::CaptureFailed(error)) => {
+                    Err(TraceError::InvalidCapture { path: path_text, error })
+                }
             }
         };
         let reader_thread = Some(std::thread::spawn(read_file));
-        let (flow_tracker, skip_counts) = (FlowTracker::new(options.idle_timeout_ns), PacketSkipCounts::new());
-        Self { filled_batches, empty_batches, reader_thread, flow_tracker, skip_counts, reordered_packet_count: 0 }
+        let (flow_tracker, skipped_packet_counts) =
+            (FlowTracker::new(options.flow_idle_timeout_ns), PacketSkipCounts::new());
+        Self {
+            filled_batches,
+            empty_batches,
+            reader_thread,
+            flow_tracker,
+            skipped_packet_counts,
+            reordered_packet_count: 0,
+        }
     }
 }
 
-impl Trace for CaptureTrace {
+impl PacketTrace for CaptureTrace {
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         // Reading continues if all packets of the records were skipped, because an empty batch would signal the end.
@@ -94,9 +104,9 @@ impl Trace for CaptureTrace {
                     self.reader_thread.take().map(|reader| reader.join().expect("the reader does not panic"));
                 return reader_result.unwrap_or(Ok(()));
             };
-            self.flow_tracker.assign_flows(&records, batch);
-            for (reason, packets) in records.skip_counts() {
-                *self.skip_counts.entry(reason).or_default() += packets;
+            self.flow_tracker.assign_packets_to_flows(&records, batch);
+            for (reason, packets) in records.skipped_packet_counts() {
+                *self.skipped_packet_counts.entry(reason).or_default() += packets;
             }
             self.reordered_packet_count += records.reordered_packet_count;
             // The reader has perhaps ended and no longer receives batches.
@@ -105,8 +115,8 @@ impl Trace for CaptureTrace {
         Ok(())
     }
 
-    fn skip_counts(&self) -> PacketSkipCounts {
-        self.skip_counts.clone()
+    fn skipped_packet_counts(&self) -> PacketSkipCounts {
+        self.skipped_packet_counts.clone()
     }
 
     fn reordered_packet_count(&self) -> u64 {

@@ -7,16 +7,16 @@
 use std::io::{ErrorKind, Read};
 
 use super::error::CaptureError;
-use super::headers::LinkType;
+use super::headers::CaptureLinkType;
 use super::input::BoxedReader;
-use super::records::{CapturedFrame, FrameParser, ReadStopReason};
+use super::records::{CaptureReadStopReason, CapturedFrame, FrameParser};
 
 /// Maximum number of bytes per read. This many bytes and their parsed records fit into a core's second-level cache.
 const READ_CHUNK_BYTES: usize = 512 * 1024;
-const FILE_HEADER_BYTES: usize = 24;
-const RECORD_HEADER_BYTES: usize = 16;
+const PCAP_FILE_HEADER_BYTES: usize = 24;
+const PCAP_RECORD_HEADER_BYTES: usize = 16;
 /// Maximum size of a record (bytes), as in libpcap (MAXIMUM_SNAPLEN).
-const MAX_RECORD_BYTES: u32 = 262_144;
+const MAX_PCAP_RECORD_BYTES: u32 = 262_144;
 
 /// Encoding of the numbers in a capture file.
 #[derive(Clone, Copy)]
@@ -34,12 +34,12 @@ impl PcapEncoding {
 }
 
 /// Reads a whole pcap file and passes its frames to `frame_parser`. An error names the fault and its position.
-pub fn read_capture(mut reader: BoxedReader, frame_parser: &mut FrameParser) -> Result<(), ReadStopReason> {
-    let mut header = [0; FILE_HEADER_BYTES];
+pub fn read_capture(mut reader: BoxedReader, frame_parser: &mut FrameParser) -> Result<(), CaptureReadStopReason> {
+    let mut header = [0; PCAP_FILE_HEADER_BYTES];
     fill_buffer(&mut reader, &mut header, frame_parser)?;
     let (encoding, link_type) = parse_file_header(&header)?;
     // An incomplete record at the end of a chunk is moved to the start of the next one.
-    let mut buffer = vec![0; READ_CHUNK_BYTES + RECORD_HEADER_BYTES + MAX_RECORD_BYTES as usize];
+    let mut buffer = vec![0; READ_CHUNK_BYTES + PCAP_RECORD_HEADER_BYTES + MAX_PCAP_RECORD_BYTES as usize];
     let mut unparsed_byte_count = 0;
     loop {
         let read_byte_count = read_chunk(
@@ -57,7 +57,9 @@ pub fn read_capture(mut reader: BoxedReader, frame_parser: &mut FrameParser) -> 
     }
 }
 
-fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(PcapEncoding, LinkType), ReadStopReason> {
+fn parse_file_header(
+    header: &[u8; PCAP_FILE_HEADER_BYTES],
+) -> Result<(PcapEncoding, CaptureLinkType), CaptureReadStopReason> {
     let (is_big_endian, unit_ns) = match header[..4] {
         [0xa1, 0xb2, 0xc3, 0xd4] => (true, 1_000),
         [0xa1, 0xb2, 0x3c, 0x4d] => (true, 1),
@@ -67,29 +69,32 @@ fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(PcapEncoding, 
     let encoding = PcapEncoding { is_big_endian, fraction_unit_ns: unit_ns };
     // The upper bits describe a frame check sequence, which is not needed.
     let link_type = encoding.parse_u32(header[20..24].try_into().expect("four bytes")) & 0xffff;
-    Ok((encoding, LinkType::try_from(link_type)?))
+    Ok((encoding, CaptureLinkType::try_from(link_type)?))
 }
 
 /// Parses all complete records in `bytes` and returns their total length (bytes).
 fn read_records(
     bytes: &[u8],
     encoding: PcapEncoding,
-    link_type: LinkType,
+    link_type: CaptureLinkType,
     frame_parser: &mut FrameParser,
-) -> Result<usize, ReadStopReason> {
+) -> Result<usize, CaptureReadStopReason> {
     let mut parsed_byte_count = 0;
-    while let Some(header) = bytes[parsed_byte_count..].first_chunk::<RECORD_HEADER_BYTES>() {
+    while let Some(header) = bytes[parsed_byte_count..].first_chunk::<PCAP_RECORD_HEADER_BYTES>() {
         let read_header_u32 = |offset: usize| {
             encoding.parse_u32([header[offset], header[offset + 1], header[offset + 2], header[offset + 3]])
         };
         let captured_bytes = read_header_u32(8);
-        if captured_bytes > MAX_RECORD_BYTES {
+        if captured_bytes > MAX_PCAP_RECORD_BYTES {
             let (number, bytes) = (frame_parser.packet_count() + 1, u64::from(captured_bytes));
-            return Err(
-                CaptureError::OversizedPacket { packet_number: number, bytes, max_bytes: MAX_RECORD_BYTES }.into()
-            );
+            return Err(CaptureError::OversizedPacket {
+                packet_number: number,
+                bytes,
+                max_bytes: MAX_PCAP_RECORD_BYTES,
+            }
+            .into());
         }
-        let data_start = parsed_byte_count + RECORD_HEADER_BYTES;
+        let data_start = parsed_byte_count + PCAP_RECORD_HEADER_BYTES;
         let Some(data) = bytes.get(data_start..data_start + captured_bytes as usize) else { break };
         let time_ns =
             u64::from(read_header_u32(0)) * 1_000_000_000 + u64::from(read_header_u32(4)) * encoding.fraction_unit_ns;
@@ -103,7 +108,7 @@ fn read_chunk(
     reader: &mut BoxedReader,
     buffer: &mut [u8],
     frame_parser: &FrameParser,
-) -> Result<usize, ReadStopReason> {
+) -> Result<usize, CaptureReadStopReason> {
     loop {
         match reader.read(buffer) {
             Ok(read_bytes) => return Ok(read_bytes),
@@ -119,7 +124,11 @@ fn read_chunk(
     }
 }
 
-fn fill_buffer(reader: &mut BoxedReader, buffer: &mut [u8], frame_parser: &FrameParser) -> Result<(), ReadStopReason> {
+fn fill_buffer(
+    reader: &mut BoxedReader,
+    buffer: &mut [u8],
+    frame_parser: &FrameParser,
+) -> Result<(), CaptureReadStopReason> {
     let mut filled_byte_count = 0;
     while filled_byte_count < buffer.len() {
         match read_chunk(reader, &mut buffer[filled_byte_count..], frame_parser)? {

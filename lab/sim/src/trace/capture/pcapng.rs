@@ -6,13 +6,13 @@ use pcap_parser::traits::PcapReaderIterator as _;
 use pcap_parser::{Block, PcapBlockOwned, PcapError, PcapNGReader};
 
 use super::error::CaptureError;
-use super::headers::{LinkType, PacketSkipReason};
+use super::headers::{CaptureLinkType, PacketSkipReason};
 use super::input::BoxedReader;
-use super::records::{CapturedFrame, FrameParser, ReadStopReason};
+use super::records::{CaptureReadStopReason, CapturedFrame, FrameParser};
 
 /// Initial size of the library's buffer (bytes).
-const INITIAL_BUFFER_BYTES: usize = 1 << 20;
-const MAX_BLOCK_BYTES: usize = 1 << 25;
+const INITIAL_READ_BUFFER_BYTES: usize = 1 << 20;
+const MAX_PCAPNG_BLOCK_BYTES: usize = 1 << 25;
 
 /// Reader that fills the whole buffer in each read, because the library needs a file's first block in its first read. A
 /// truncated compressed file appears to end normally where it is truncated.
@@ -35,7 +35,7 @@ impl Read for FullBufferReader {
 }
 
 struct CaptureInterface {
-    link_type: Result<LinkType, u32>,
+    link_type: Result<CaptureLinkType, u32>,
     ticks_per_s: i128,
     time_offset_s: i64,
 }
@@ -58,12 +58,12 @@ impl CaptureInterface {
 }
 
 /// Reads a whole pcapng file and passes its frames to `frame_parser`. An error names the fault and its position.
-pub fn read_capture(reader: BoxedReader, frame_parser: &mut FrameParser) -> Result<(), ReadStopReason> {
-    let mut block_reader = match PcapNGReader::new(INITIAL_BUFFER_BYTES, FullBufferReader(reader)) {
+pub fn read_capture(reader: BoxedReader, frame_parser: &mut FrameParser) -> Result<(), CaptureReadStopReason> {
+    let mut block_reader = match PcapNGReader::new(INITIAL_READ_BUFFER_BYTES, FullBufferReader(reader)) {
         Ok(file) => file,
         Err(error) => return Err(to_stop_reason(&error, frame_parser)),
     };
-    let (mut interfaces, mut capacity) = (Vec::new(), INITIAL_BUFFER_BYTES);
+    let (mut interfaces, mut capacity) = (Vec::new(), INITIAL_READ_BUFFER_BYTES);
     loop {
         let consumed_byte_count = match block_reader.next() {
             Ok((bytes, PcapBlockOwned::NG(block))) => {
@@ -73,7 +73,7 @@ pub fn read_capture(reader: BoxedReader, frame_parser: &mut FrameParser) -> Resu
             Ok((bytes, _)) => Ok(bytes),
             Err(PcapError::Eof) => return Ok(()),
             Err(PcapError::Incomplete(_)) => Err(()),
-            Err(PcapError::BufferTooSmall) if capacity < MAX_BLOCK_BYTES => {
+            Err(PcapError::BufferTooSmall) if capacity < MAX_PCAPNG_BLOCK_BYTES => {
                 capacity *= 2;
                 Err(())
             }
@@ -90,7 +90,7 @@ fn refill_block_reader(
     block_reader: &mut PcapNGReader<FullBufferReader>,
     capacity: usize,
     frame_parser: &FrameParser,
-) -> Result<(), ReadStopReason> {
+) -> Result<(), CaptureReadStopReason> {
     if block_reader.reader_exhausted() {
         return Err(frame_parser.build_truncation_error().into());
     }
@@ -98,12 +98,13 @@ fn refill_block_reader(
     block_reader.refill().map_err(|error| to_stop_reason(&error, frame_parser))
 }
 
-fn to_stop_reason(error: &PcapError<&[u8]>, frame_parser: &FrameParser) -> ReadStopReason {
+fn to_stop_reason(error: &PcapError<&[u8]>, frame_parser: &FrameParser) -> CaptureReadStopReason {
     match error {
         PcapError::UnexpectedEof | PcapError::Incomplete(_) => frame_parser.build_truncation_error().into(),
         PcapError::BufferTooSmall => {
-            let (number, bytes) = (frame_parser.packet_count() + 1, MAX_BLOCK_BYTES as u64 + 1);
-            CaptureError::OversizedPacket { packet_number: number, bytes, max_bytes: MAX_BLOCK_BYTES as u32 }.into()
+            let (number, bytes) = (frame_parser.packet_count() + 1, MAX_PCAPNG_BLOCK_BYTES as u64 + 1);
+            CaptureError::OversizedPacket { packet_number: number, bytes, max_bytes: MAX_PCAPNG_BLOCK_BYTES as u32 }
+                .into()
         }
         PcapError::ReadError => {
             let error =
@@ -124,11 +125,11 @@ fn parse_block(
     block: &Block<'_>,
     interfaces: &mut Vec<CaptureInterface>,
     frame_parser: &mut FrameParser,
-) -> Result<(), ReadStopReason> {
+) -> Result<(), CaptureReadStopReason> {
     match block {
         Block::SectionHeader(_) => interfaces.clear(),
         Block::InterfaceDescription(interface) => interfaces.push(CaptureInterface {
-            link_type: LinkType::try_from(interface.linktype.0 as u32).map_err(|_| interface.linktype.0 as u32),
+            link_type: CaptureLinkType::try_from(interface.linktype.0 as u32).map_err(|_| interface.linktype.0 as u32),
             ticks_per_s: timestamp_ticks_per_s(interface.if_tsresol),
             time_offset_s: interface.ts_offset(),
         }),

@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, SyncSender};
 
 use super::error::{CaptureError, REORDER_TOLERANCE_NS};
-use super::headers::{self, AddressPair, FLAG_IPV6_ADDRESSES, LinkType, PacketSkipReason, ParsedHeaders};
+use super::headers::{self, AddressPair, CaptureLinkType, FLAG_IPV6_ADDRESSES, PacketSkipReason, ParsedHeaders};
 
 const PACKETS_PER_BATCH: usize = 32_768;
 
@@ -12,16 +12,16 @@ const MAX_TOLERATED_CUT_OFF_PACKETS: u64 = 100;
 
 /// Reason why reading stopped before the end of the file.
 #[derive(Debug)]
-pub enum ReadStopReason {
+pub enum CaptureReadStopReason {
     /// The capture file is invalid.
     CaptureFailed(CaptureError),
     /// The thread that uses the packets has closed its end of the channel.
     ReceiverClosed,
 }
 
-impl From<CaptureError> for ReadStopReason {
+impl From<CaptureError> for CaptureReadStopReason {
     fn from(error: CaptureError) -> Self {
-        ReadStopReason::CaptureFailed(error)
+        CaptureReadStopReason::CaptureFailed(error)
     }
 }
 
@@ -32,7 +32,7 @@ pub struct PacketRecord {
     pub time_ns: u64,
     /// Source and destination address of an IPv4 packet, or the index of an IPv6 packet in
     /// [`PacketRecordBatch::ipv6_addresses`].
-    pub addresses_or_index: u64,
+    pub ipv4_addresses_or_ipv6_index: u64,
     /// Source and destination ports, with the source port in the upper 16 bits.
     pub port_pair: u32,
     /// Length of the packet on the wire (bytes), at most 65,535.
@@ -50,17 +50,17 @@ pub struct PacketRecordBatch {
     /// Source and destination addresses of the IPv6 packets in the batch.
     pub ipv6_addresses: Vec<[u8; 32]>,
     /// Number of skipped packets for each reason.
-    skip_counts: [u64; PacketSkipReason::COUNT],
+    skipped_packet_counts: [u64; PacketSkipReason::COUNT],
     /// Number of packets whose time stamp is earlier than that of the packet before, by at most `REORDER_TOLERANCE_NS`.
     pub reordered_packet_count: u64,
 }
 
 impl PacketRecordBatch {
     /// Returns the reasons for which packets were skipped, each with the number of these packets.
-    pub fn skip_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
+    pub fn skipped_packet_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         PacketSkipReason::ALL
             .into_iter()
-            .zip(self.skip_counts)
+            .zip(self.skipped_packet_counts)
             .filter(|(_, count)| *count > 0)
             .map(|(reason, count)| (reason.name(), count))
     }
@@ -68,7 +68,7 @@ impl PacketRecordBatch {
     fn clear(&mut self) {
         self.packets.clear();
         self.ipv6_addresses.clear();
-        self.skip_counts = [0; PacketSkipReason::COUNT];
+        self.skipped_packet_counts = [0; PacketSkipReason::COUNT];
         self.reordered_packet_count = 0;
     }
 }
@@ -117,7 +117,7 @@ impl FrameParser {
     /// Returns the error for a file that ends in the middle of a packet, after the packets read so far.
     pub fn build_truncation_error(&self) -> CaptureError {
         let last_ns = self.first_packet_ns.map_or(0, |first_ns| self.latest_packet_ns - first_ns);
-        CaptureError::Truncated {
+        CaptureError::TruncatedFile {
             packet_number: self.packet_count + 1,
             packets_before: self.packet_count,
             last_s: last_ns as f64 / 1e9,
@@ -125,13 +125,17 @@ impl FrameParser {
     }
 
     #[inline]
-    pub fn record_frame(&mut self, link_type: LinkType, frame: &CapturedFrame<'_>) -> Result<(), ReadStopReason> {
+    pub fn record_frame(
+        &mut self,
+        link_type: CaptureLinkType,
+        frame: &CapturedFrame<'_>,
+    ) -> Result<(), CaptureReadStopReason> {
         self.packet_count += 1;
         let time_ns = self.compute_ordered_time_ns(frame.time_ns)?;
         match headers::parse_headers(link_type, frame.data) {
             Ok(parsed_headers) => self.append_record(time_ns, frame.wire_bytes, &parsed_headers),
             Err(PacketSkipReason::CutOff) => self.record_cut_off_packet(link_type, frame)?,
-            Err(reason) => self.record_batch.skip_counts[reason as usize] += 1,
+            Err(reason) => self.record_batch.skipped_packet_counts[reason as usize] += 1,
         }
         if self.record_batch.packets.len() == PACKETS_PER_BATCH { self.send_batch() } else { Ok(()) }
     }
@@ -139,18 +143,20 @@ impl FrameParser {
     /// Counts a packet that is skipped for the given reason.
     pub fn count_skipped_packet(&mut self, reason: PacketSkipReason) {
         self.packet_count += 1;
-        self.record_batch.skip_counts[reason as usize] += 1;
+        self.record_batch.skipped_packet_counts[reason as usize] += 1;
     }
 
     /// Returns the packet's time since the first packet (ns), but at least the time of the packet before. Fails when
     /// the time stamp is more than [`REORDER_TOLERANCE_NS`] earlier than a previous one.
     #[inline]
-    fn compute_ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, ReadStopReason> {
+    fn compute_ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, CaptureReadStopReason> {
         let first_ns = *self.first_packet_ns.get_or_insert(time_ns);
         if time_ns < self.latest_packet_ns {
             if self.latest_packet_ns - time_ns > REORDER_TOLERANCE_NS {
                 let (time_s, previous_s) = (time_ns as f64 / 1e9, self.latest_packet_ns as f64 / 1e9);
-                return Err(CaptureError::Unsorted { packet_number: self.packet_count, time_s, previous_s }.into());
+                return Err(
+                    CaptureError::UnsortedPacketTimes { packet_number: self.packet_count, time_s, previous_s }.into()
+                );
             }
             self.record_batch.reordered_packet_count += 1;
         } else {
@@ -171,7 +177,7 @@ impl FrameParser {
         self.recorded_packet_count += 1;
         self.record_batch.packets.push(PacketRecord {
             time_ns,
-            addresses_or_index: addresses,
+            ipv4_addresses_or_ipv6_index: addresses,
             port_pair: parsed_headers.port_pair,
             wire_bytes: length.min(u32::from(u16::MAX)) as u16,
             ip_protocol: parsed_headers.ip_protocol,
@@ -179,21 +185,29 @@ impl FrameParser {
         });
     }
 
-    fn record_cut_off_packet(&mut self, link_type: LinkType, frame: &CapturedFrame<'_>) -> Result<(), ReadStopReason> {
+    fn record_cut_off_packet(
+        &mut self,
+        link_type: CaptureLinkType,
+        frame: &CapturedFrame<'_>,
+    ) -> Result<(), CaptureReadStopReason> {
         self.cut_off_packet_count += 1;
-        self.record_batch.skip_counts[PacketSkipReason::CutOff as usize] += 1;
+        self.record_batch.skipped_packet_counts[PacketSkipReason::CutOff as usize] += 1;
         self.first_cut_off_error.get_or_insert_with(|| CaptureError::SnapLengthTooShort {
             packet_number: self.packet_count,
             captured_bytes: frame.data.len() as u32,
             wire_bytes: frame.wire_bytes,
             min_snap_length: link_type.min_snap_length(),
         });
-        if self.cut_off_packet_count > MAX_TOLERATED_CUT_OFF_PACKETS { self.check_cut_off_count() } else { Ok(()) }
+        if self.cut_off_packet_count > MAX_TOLERATED_CUT_OFF_PACKETS {
+            self.check_cut_off_packet_count()
+        } else {
+            Ok(())
+        }
     }
 
     /// Fails if most packets so far have been cut off before their ports. A few packets with long chains of IPv6
     /// headers are merely skipped.
-    fn check_cut_off_count(&mut self) -> Result<(), ReadStopReason> {
+    fn check_cut_off_packet_count(&mut self) -> Result<(), CaptureReadStopReason> {
         if self.cut_off_packet_count > self.recorded_packet_count
             && let Some(error) = self.first_cut_off_error.take()
         {
@@ -202,16 +216,16 @@ impl FrameParser {
         Ok(())
     }
 
-    fn send_batch(&mut self) -> Result<(), ReadStopReason> {
-        let mut empty_batch = self.empty_batches.recv().map_err(|_| ReadStopReason::ReceiverClosed)?;
+    fn send_batch(&mut self) -> Result<(), CaptureReadStopReason> {
+        let mut empty_batch = self.empty_batches.recv().map_err(|_| CaptureReadStopReason::ReceiverClosed)?;
         empty_batch.clear();
         let full_batch = std::mem::replace(&mut self.record_batch, empty_batch);
-        self.filled_batches.send(full_batch).map_err(|_| ReadStopReason::ReceiverClosed)
+        self.filled_batches.send(full_batch).map_err(|_| CaptureReadStopReason::ReceiverClosed)
     }
 
     /// Sends the last batch at the end of the file, after a check that enough packets have their ports.
-    pub fn send_last_batch(mut self) -> Result<(), ReadStopReason> {
-        self.check_cut_off_count()?;
+    pub fn send_last_batch(mut self) -> Result<(), CaptureReadStopReason> {
+        self.check_cut_off_packet_count()?;
         self.send_batch()
     }
 }

@@ -5,18 +5,18 @@ use std::net::{IpAddr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use crate::trace::{FlowEvent, PacketBatch, Trace};
+use crate::trace::{PacketBatch, PacketTrace, TraceFlowEvent};
 
 /// Total length of the Ethernet, IPv4 and TCP headers, without options (bytes).
-const PACKET_HEADERS_BYTES: usize = 54;
+const TCP_FRAME_HEADERS_BYTES: usize = 54;
 
 /// Writes all packets of a trace as a classic pcap capture (Ethernet, IPv4, TCP), and returns their number.
 ///
 /// A flow's first packet has SYN and its last one FIN. Times are in nanoseconds, because microseconds would lose the
 /// order. Each packet is truncated to `snap_length` bytes (at least 54). The history is omitted because it has no
 /// packets. Fails when the trace cannot be read or the capture cannot be written. Panics when a flow is IPv6.
-pub fn write_capture(trace: &mut dyn Trace, snap_length: usize, mut output: impl Write) -> io::Result<u64> {
-    let snap_length = snap_length.max(PACKET_HEADERS_BYTES);
+pub fn write_capture(trace: &mut dyn PacketTrace, snap_length: usize, mut output: impl Write) -> io::Result<u64> {
+    let snap_length = snap_length.max(TCP_FRAME_HEADERS_BYTES);
     let mut file_header = Vec::with_capacity(24);
     for header_word in [0xa1b2_3c4d, 0x0004_0002, 0, 0, snap_length as u32, 1] {
         file_header.extend_from_slice(&u32::to_le_bytes(header_word));
@@ -40,7 +40,7 @@ pub fn write_capture(trace: &mut dyn Trace, snap_length: usize, mut output: impl
             if !packet.event.has_packet() {
                 continue;
             }
-            let (frame, length) = (&mut frames[flow], packet.wire_bytes.max(PACKET_HEADERS_BYTES as u16));
+            let (frame, length) = (&mut frames[flow], packet.wire_bytes.max(TCP_FRAME_HEADERS_BYTES as u16));
             let time_ns = packet.time_ns - trace.history_duration_ns();
             frame[47] = event_to_tcp_flags(packet.event);
             let captured_bytes = snap_length.min(usize::from(length)) as u32;
@@ -54,7 +54,7 @@ pub fn write_capture(trace: &mut dyn Trace, snap_length: usize, mut output: impl
     }
 }
 
-fn event_to_tcp_flags(event: FlowEvent) -> u8 {
+fn event_to_tcp_flags(event: TraceFlowEvent) -> u8 {
     let ack = 0x10;
     match (event.opens_flow(), event.closes_flow()) {
         (true, false) => 0x02,

@@ -5,20 +5,20 @@ use std::path::Path;
 
 use coreward_testbed::fleet::first_controller_address;
 
-use super::{CheckedHost, DoctorConditions, DoctorTestEnv};
+use super::{CheckedHost, DoctorTestConditions, DoctorTestEnv};
 use crate::mounted_disk::MountedDisk;
 
 pub fn check_controller_settings(env: &DoctorTestEnv, controller: &CheckedHost) {
     let store_path = env.testbed.directory().join("controller.redb");
     let make_readable_command = format!("chmod 644 {}", store_path.display());
     env.run_script(&controller.namespace, &make_readable_command);
-    controller.assert_fault_fixed(env, "store", &make_readable_command, DoctorConditions::Normal);
+    controller.assert_fault_fixed(env, "store", &make_readable_command, DoctorTestConditions::Normal);
     controller.assert_no_new_finding(env, &make_readable_command);
     let missing_store_path = store_path.with_file_name("no/controller.redb");
     let host_with_missing_store = controller
         .with_replaced_config_text(&[(store_path.to_str().unwrap(), missing_store_path.to_str().unwrap())], "");
     let missing_directory = "no directory for the store";
-    host_with_missing_store.assert_only_new_finding(env, missing_directory, "store", DoctorConditions::Normal, &[]);
+    host_with_missing_store.assert_only_new_finding(env, missing_directory, "store", DoctorTestConditions::Normal, &[]);
     check_store_on_another_disk(env, controller, &store_path);
     let host_with_wrong_address =
         controller.with_replaced_config_text(&[(&first_controller_address(), "192.0.2.1:7400")], "");
@@ -26,7 +26,7 @@ pub fn check_controller_settings(env: &DoctorTestEnv, controller: &CheckedHost) 
         env,
         "an address of another machine",
         "listen",
-        DoctorConditions::Normal,
+        DoctorTestConditions::Normal,
         &[],
     );
 }
