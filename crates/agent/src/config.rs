@@ -47,7 +47,7 @@ pub enum ConnectionSteeringMode {
     /// Worker that may run on the queue's CPU, and on at most one other CPU.
     #[default]
     Affinity,
-    /// Workers in the order of their listening sockets, for emulated cores whose workers are not pinned.
+    /// Worker with the k-th listening socket for queue k, for emulated cores whose workers are not pinned.
     Order,
     /// Worker that the kernel selects.
     Off,

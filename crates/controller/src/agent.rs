@@ -115,7 +115,7 @@ impl ReportedConnectionCount {
 pub struct ReportedRssState {
     rss_generation: Option<u64>,
     pub reported_rss: Option<ReportedRss>,
-    /// Reason why the agent's reports leave the RSS configuration unknown, or `None` if they do not.
+    /// Reason why the RSS configuration in the agent's reports is unusable or missing, or `None` if it is neither.
     pub rss_problem: Option<String>,
 }
 

@@ -307,11 +307,10 @@ impl Controller {
         let build_unknown_server_rejection = || MessageRejection::UnknownServer(session.server_name().to_owned());
         let id = self.fleet.server_id(session.server_name()).ok_or_else(build_unknown_server_rejection)?;
         self.require_allowed_relay(id, session.relay.as_ref())?;
-        let predecessors = self.services.iter().filter_map(|service| service.previous_servers(id));
-        Ok(self.fleet.agent_configuration(
-            id,
-            &predecessors.flatten().copied().filter(|predecessor| *predecessor != id).collect(),
-        ))
+        let previous_servers = self.services.iter().filter_map(|service| service.previous_servers(id));
+        Ok(self
+            .fleet
+            .agent_configuration(id, &previous_servers.flatten().copied().filter(|server| *server != id).collect()))
     }
 
     /// Returns the configuration that is sent to all load balancers.

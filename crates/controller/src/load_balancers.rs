@@ -51,7 +51,7 @@ pub struct LoadBalancer {
     pub config_confirmed_at: Duration,
     /// Configuration that was active at the load balancer when its session began, if it was newer than the store's.
     newer_configuration: Option<NewerThanStoreConfiguration>,
-    /// Time since the controller's start at which each unreachable server's MAC address became unknown, by name.
+    /// Time since the controller's start at which each unreachable server's MAC address became unknown, by server name.
     unresolved_since_by_server: HashMap<String, Duration>,
     traffic: LoadBalancerTraffic,
     reported_health: ReportedServerHealth,
@@ -134,7 +134,8 @@ impl LoadBalancers {
     }
 
     /// Returns the name and the generation of each load balancer whose configuration is newer than the store's. Omits
-    /// it once the stored fleet document, of generation `document_generation`, has changed since its session began.
+    /// a load balancer if the generation of the stored fleet document, `document_generation`, has changed since the
+    /// load balancer's session began.
     pub fn configurations_newer_than_store(&self, document_generation: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
             let newer_configuration = balancer

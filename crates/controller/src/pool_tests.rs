@@ -329,8 +329,8 @@ fn silent_load_balancers_count_as_lost() {
     );
 }
 
-/// Asserts that servers with LB-side stamping need no agents. Without any agent, there is a table, and all load
-/// balancers mask cookies' times with the same key. No rotation waits for servers that do not stamp.
+/// Asserts that servers with LB-side stamping need no agents. Without any agent, there is a table, and no
+/// rotation waits for the servers. A rotation does not change the key with which load balancers mask cookies' times.
 #[test]
 fn servers_with_lb_stamping_need_no_agent() {
     let mut harness = PoolHarness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");

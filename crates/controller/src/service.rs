@@ -139,9 +139,9 @@ impl Service {
             ReplacedService { _fleet: std::mem::replace(&mut self.configuration, new), _pool: self.cached_pool.take() };
         let members = &self.configuration.members;
         self.dirty_servers.retain_fleet_servers(|server| members.contains_key(&server));
-        self.previous_servers_by_server.retain(|server, server_predecessors| {
-            server_predecessors.retain(|predecessor| members.contains_key(predecessor));
-            members.contains_key(server) && !server_predecessors.is_empty()
+        self.previous_servers_by_server.retain(|server, previous_servers| {
+            previous_servers.retain(|server| members.contains_key(server));
+            members.contains_key(server) && !previous_servers.is_empty()
         });
         (self, previous_service)
     }
@@ -391,10 +391,10 @@ impl Service {
 
     fn add_previous_servers(&mut self) {
         for (server, previous_servers) in self.bucket_history.previous_servers_by_current_server() {
-            let known_predecessors = self.previous_servers_by_server.entry(server).or_default();
-            let previous_predecessor_count = known_predecessors.len();
-            known_predecessors.extend(previous_servers);
-            self.previous_server_change_count += u64::from(known_predecessors.len() > previous_predecessor_count);
+            let known_previous_servers = self.previous_servers_by_server.entry(server).or_default();
+            let previously_known_count = known_previous_servers.len();
+            known_previous_servers.extend(previous_servers);
+            self.previous_server_change_count += u64::from(known_previous_servers.len() > previously_known_count);
         }
     }
 

@@ -403,8 +403,8 @@ impl Forwarder {
             self.load_balancer.commit_upgrade()?;
             tracing::info!(
                 event = "upgrade-finished",
-                waited_for_tables = ?waited,
-                all_servers_resolved = is_ready,
+                waited_for_tables_and_macs = ?waited,
+                has_all_tables_and_macs = is_ready,
                 "this version's program has replaced the program of another version"
             );
         }

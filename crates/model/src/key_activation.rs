@@ -3,7 +3,7 @@
 use crate::cookie::{CookieKey, FleetCookieKeys};
 
 /// Delay (ms) until a new current key becomes active. With pacing, the kernel gives packets a send time in the future,
-/// but less far ahead. So no later TSval has been sent (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
+/// but by less than this delay. So no later TSval has been sent (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
 const KEY_SWITCH_DELAY_MS: u32 = 1000;
 /// Time (ms) by which the activation time of a key lies in the past if the key becomes active at once.
 const IMMEDIATE_ACTIVATION_AGE_MS: u32 = 1 << 29;

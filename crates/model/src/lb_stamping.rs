@@ -274,7 +274,7 @@ mod tests {
             prop_assert!(restored_tsval == sent_ms || restored_tsval == sent_ms.wrapping_add(1));
         }
 
-        /// The later of two TSvals less than 524 s apart is also the later one after stamping, even if the key changes.
+        /// The later of two TSvals less than 524 s apart is not earlier after stamping, even if the key changes.
         #[test]
         fn stamped_tsval_never_decreases_when_the_key_changes(
             seed: u64, key_words: [u64; 4], client: u32, sent_ms: u32, delay_ms in 1u32..524_000,

@@ -438,7 +438,7 @@ impl RssConfig {
         Ok(Box::new(intf::emulated_rss { mapping: *self.to_bpf_mapping(generation), key, ..Default::default() }))
     }
 
-    /// Returns the RSS configuration in `registers` of the emulated NIC. Fails if table or input transform are invalid.
+    /// Returns the RSS configuration in `registers` of the emulated NIC. Fails if its table or transform is invalid.
     pub fn from_emulated_registers(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entry_count = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entry_count].iter().map(|queue| u32::from(*queue)).collect();

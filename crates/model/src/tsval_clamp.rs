@@ -89,7 +89,7 @@ impl PawsClamp {
     }
 
     /// Returns whether a packet was clamped within about the last maximum step. Then the clamp may still apply,
-    /// although the last TSecr is newer. (A TSecr may be restored to a time slightly after now.)
+    /// although the last TSecr is less than a maximum step old. (It may be restored to a time slightly after now.)
     fn was_clamped_recently(&self, server_tsval_ms: u32) -> bool {
         server_tsval_ms.wrapping_sub(self.last_clamp_tsval_ms) as i32
             <= (MAX_TSVAL_STEP_MS + TSVAL_RESTORE_SLACK_MS) as i32

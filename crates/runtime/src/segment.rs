@@ -218,12 +218,12 @@ impl SharedSegment {
         self.is_locked(LivenessLock::Orchestrator).unwrap_or(false)
     }
 
-    pub fn service_entry(&self, service_entry: u8) -> Result<SegmentServiceEntry, RuntimeError> {
+    pub fn service_entry(&self, service: u8) -> Result<SegmentServiceEntry, RuntimeError> {
         let service_count = self.header().service_count.load(Relaxed);
-        if u32::from(service_entry) >= service_count {
-            return Err(RuntimeError::UnknownService { service: service_entry, services: service_count });
+        if u32::from(service) >= service_count {
+            return Err(RuntimeError::UnknownService { service, services: service_count });
         }
-        let service_record = self.service_record(service_entry);
+        let service_record = self.service_record(service);
         let address = SocketAddrV4::new(
             Ipv4Addr::from(service_record.address.load(Relaxed)),
             service_record.port.load(Relaxed) as u16,

@@ -215,9 +215,9 @@ fn describe_measurement_method(args: &XdpBenchArgs, parse_and_swap_ns: f64) -> S
         "BPF_PROG_TEST_RUN runs a program that writes the next connection's address, ports and timestamp into the \
          frame, then calls lb.bpf.c. Values are medians of {} interleaved rounds of {} packets. Before each \
          measurement one packet of each connection warms the caches, except where SYNs take table entries. The column \
-         `fastest rounds` is the time per packet in the fastest round, minus the same value of an empty program. The \
-         goal applies to this column. The column `multiple of parse + swap` is `fastest rounds` divided by the floor \
-         (median over all rows: {parse_and_swap_ns:.1} ns). Packets of open connections come in random order with \
+         `fastest rounds`, to which the goal applies, is the time per packet in the fastest round, minus that of an \
+         empty program. The column `multiple of parse + swap` is `fastest rounds` divided by the floor (median over \
+         all rows: {parse_and_swap_ns:.1} ns). Packets of open connections come in random order with \
          valid cookies. For open connections the mode `stateful` has a table of {} entries, the mode `hash-table` one \
          of {}. In mode `stateful` the first packet of each connection takes an entry. These entries are freed after \
          each round, or in rows `N entries` after N packets. Freeing leaves cold caches, so the first quarter of the \

@@ -82,7 +82,7 @@ impl NicRssConfigurator {
             Ok(()) => tracing::info!(
                 event = "rss-restored",
                 interface = self.rss_device.interface_name(),
-                settings_source = source,
+                source,
                 "the agent has restored the NIC's original RSS key and indirection table"
             ),
             // This may fail because the original table refers to queues that no longer exist.

@@ -45,7 +45,7 @@ struct SteeredService {
     steering_program: Program,
     /// Result of the last complete search: the sockets, their workers, the queues' CPUs and the time.
     steered_sockets: Option<SteeredSockets>,
-    /// State of the repeated searches, or `None` if the last search found a worker of every socket.
+    /// State of the repeated searches while some socket has no known worker, otherwise `None`.
     incomplete_search: Option<IncompleteWorkerSearch>,
 }
 

@@ -57,8 +57,8 @@ impl LbConnectionRuntime {
                         event = "handover-failed",
                         %peer,
                         error = format!("{error:#}"),
-                        "the controller cannot take over the connection of a load balancer: \
-                         the load balancer reconnects"
+                        "the controller cannot begin to serve a load balancer that has connected: the load balancer \
+                         reconnects"
                     );
                 }
                 None

@@ -76,8 +76,8 @@ async fn end_load_balancer_session(controller_state: &ControllerState, name: Str
                 event = "departure-not-stored",
                 load_balancer = name,
                 error = format!("{error:#}"),
-                "the controller cannot store that the load balancer has disconnected: after a restart it waits for \
-                 the load balancer longer than necessary"
+                "the controller cannot store that the load balancer has disconnected: it keeps the load balancer on \
+                 record longer than necessary"
             );
         }
     }

@@ -51,8 +51,8 @@ async fn store_changed_bucket_histories(controller_state: &ControllerState) {
             event = "buckets-not-stored",
             services,
             error = format!("{error:#}"),
-            "the controller cannot store which servers had the service's buckets before: after a restart, connections \
-             that depend on the earlier servers break"
+            "the controller cannot store which servers had the services' buckets before: after a restart, connections \
+             to these servers may break"
         );
     }
 }

@@ -34,7 +34,8 @@ pub struct FrameDropCounts {
     pub fill_ring_empty_count: u64,
 }
 
-/// AF_XDP socket of one receive queue, with its rings and memory. The memory is the last field to be freed.
+/// AF_XDP socket of one receive queue, with its rings and memory. Fields are dropped in their order, so the memory
+/// must come after the fields that use it.
 pub struct AfXdpQueue {
     socket: XdpSocket,
     rx_ring: RxRing,

@@ -56,7 +56,7 @@ fn remove_unused_pinned_maps(lb_directory: &Path) -> anyhow::Result<()> {
     tracing::info!(
         event = "pins-removed",
         pin_directory = %lb_directory.display(),
-        "the load balancer removes pinned maps of an interrupted start, which no attached program uses"
+        "the load balancer removes pinned maps that no attached program uses, as after an interrupted start"
     );
     program::unpin_maps_and_directory(lb_directory)?;
     std::fs::create_dir_all(lb_directory).with_context(|| lb_directory.display().to_string())

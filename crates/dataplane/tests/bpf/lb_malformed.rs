@@ -311,7 +311,7 @@ fn invalid_tcp_flags_are_dropped_and_counted() {
     }
 }
 
-/// Returns the frame of `packet` with up to five bytes replaced by random ones. If `round` is a multiple of 5,
+/// Returns the frame of `packet` with up to four bytes replaced by random ones. If `round` is a multiple of 5,
 /// truncates the frame. If it is a multiple of 7, all bytes after the Ethernet header are random.
 fn random_frame(packet: &TcpPacket, round: u64, rng: &mut impl rand::Rng) -> Vec<u8> {
     let mut frame = TcpPacket {

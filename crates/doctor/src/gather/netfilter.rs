@@ -72,8 +72,8 @@ fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
     chains_by_name.into_values().collect()
 }
 
-/// Returns the NAT rule that consists of these nftables expressions in JSON. `qualified_table` contains the address
-/// family and name of the rule's table.
+/// Returns the jumps and conditions of a rule, and whether it changes destinations, from its nftables expressions in
+/// JSON. `qualified_table` contains the address family and name of the rule's table.
 fn parse_nat_rule(expressions: &[Value], qualified_table: &str) -> NatRule {
     let mut nat_rule = NatRule::default();
     for expression in expressions {

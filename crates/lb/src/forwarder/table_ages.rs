@@ -138,8 +138,8 @@ impl Forwarder {
                 event = "candidates-not-replaced",
                 service = service.name,
                 error = format!("{error:#}"),
-                "the service's placement table has expired, but the load balancer cannot build one from its own \
-                 connection counts: the expired table stays in use"
+                "the service's placement table has expired, but the load balancer cannot choose candidates by its own \
+                 connection counts: the old candidates stay in use"
             );
         }
     }

@@ -123,7 +123,7 @@ mod tests {
     }
 
     /// The difference between the hidden numbers of two servers depends on the connection. In another connection, the
-    /// same difference leads to the second server only by chance, so probing one connection does not help.
+    /// same difference leads to the second server only by chance, so probing one connection does not help there.
     #[test]
     fn hidden_number_difference_depends_on_the_connection() {
         let mut rng = seeded_rng(2, 0);

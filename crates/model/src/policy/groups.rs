@@ -100,7 +100,7 @@ impl CoreSlots<'_> {
     }
 }
 
-/// List of the least cores among all inserted ones, ordered by a compared value, then by load, then by id. CrossRSS
+/// List of the least cores among all inserted ones, ordered by a ranking value, then by load, then by id. CrossRSS
 /// selects the strictly smallest load, and the lowest id in ties.
 pub struct LeastLoadedCoreList {
     max_core_count: usize,
@@ -114,9 +114,9 @@ impl LeastLoadedCoreList {
     }
 
     /// Inserts a core if it belongs in the list, and returns whether it does. Of a thousand cores, only few do.
-    pub fn insert_core_if_least(&mut self, compared_value: f64, load: f64, core: ServerCore) -> bool {
+    pub fn insert_core_if_least(&mut self, ranking_value: f64, load: f64, core: ServerCore) -> bool {
         let is_before_offered_core = |(other_value, other_load, other_core): &(f64, f64, ServerCore)| {
-            other_value.total_cmp(&compared_value).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
+            other_value.total_cmp(&ranking_value).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
         };
         if self.values_loads_and_cores.len() == self.max_core_count
             && self.values_loads_and_cores.last().is_some_and(is_before_offered_core)
@@ -124,23 +124,23 @@ impl LeastLoadedCoreList {
             return false;
         }
         let insert_index = self.values_loads_and_cores.partition_point(is_before_offered_core);
-        self.values_loads_and_cores.insert(insert_index, (compared_value, load, core));
+        self.values_loads_and_cores.insert(insert_index, (ranking_value, load, core));
         self.values_loads_and_cores.truncate(self.max_core_count);
         true
     }
 
-    /// Returns the maximum compared value with which the list still accepts a core.
+    /// Returns the maximum ranking value with which the list still accepts a core.
     pub fn max_accepted_ranking_value(&self) -> f64 {
         let is_full = self.values_loads_and_cores.len() == self.max_core_count;
         self.values_loads_and_cores
             .last()
             .filter(|_| is_full)
-            .map_or(f64::INFINITY, |(compared_value, ..)| *compared_value)
+            .map_or(f64::INFINITY, |(ranking_value, ..)| *ranking_value)
     }
 
-    /// Returns the least cores in ascending order, each with its load and its compared value.
+    /// Returns the least cores in ascending order, each with its load and its ranking value.
     pub fn cores_loads_and_ranking_values(&self) -> impl Iterator<Item = (ServerCore, f64, f64)> {
-        self.values_loads_and_cores.iter().map(|(compared_value, load, core)| (*core, *load, *compared_value))
+        self.values_loads_and_cores.iter().map(|(ranking_value, load, core)| (*core, *load, *ranking_value))
     }
 }
 
@@ -176,11 +176,11 @@ pub fn fill_table_candidates(
                 reachable_cores.find_least_loaded_cores(&local_servers, &rack_cores, bucket, candidates_per_bucket)
             };
             for position in 0..candidates_per_bucket {
-                let (core, compared_value) = bucket_cores[position.min(bucket_cores.len() - 1)];
+                let (core, ranking_value) = bucket_cores[position.min(bucket_cores.len() - 1)];
                 let core_slot = core_slots.assign_slot(core);
                 table.candidates.push(CandidateCore {
                     server: core.server,
-                    fixed_point_load: load_to_fixed_point(compared_value),
+                    fixed_point_load: load_to_fixed_point(ranking_value),
                     core_slot,
                 });
             }
@@ -286,7 +286,7 @@ impl<'a> ReachableCores<'a> {
         }
     }
 
-    /// Returns the least loaded cores that take part in the bucket, each with its compared value.
+    /// Returns the least loaded cores that take part in the bucket, each with its ranking value.
     fn find_least_loaded_cores(
         &self,
         local_servers: &LocalServers<'_, '_>,
@@ -307,7 +307,7 @@ impl<'a> ReachableCores<'a> {
                 );
             }
         }
-        least_cores.cores_loads_and_ranking_values().map(|(core, _, compared_value)| (core, compared_value)).collect()
+        least_cores.cores_loads_and_ranking_values().map(|(core, _, ranking_value)| (core, ranking_value)).collect()
     }
 
     fn insert_rack_cores(
@@ -375,16 +375,16 @@ impl<'a> ReachableCores<'a> {
         let mut largest_accepted_value = least_cores.max_accepted_ranking_value();
         for (position, load) in loads.iter().enumerate() {
             let target_load_and_speed = local_servers.target_loads_and_speeds.get(position);
-            let compared_value = target_load_and_speed
+            let ranking_value = target_load_and_speed
                 .map_or(*load, |level| self.normalized_load.ranking_value_for_target_load(*level, *load));
-            if compared_value > largest_accepted_value
+            if ranking_value > largest_accepted_value
                 || local_servers.has_slow_start
                     && !self.pool.server_takes_part_in_bucket(local_servers.servers[position], bucket)
             {
                 continue;
             }
             least_cores.insert_core_if_least(
-                compared_value,
+                ranking_value,
                 *load,
                 reachable_core(local_servers.servers[position], &local_servers.group.key, bucket),
             );

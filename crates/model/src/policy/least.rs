@@ -62,20 +62,20 @@ impl LeastPolicy {
     fn fixed_point_loads_and_cost(&self, pool: &ServerPool) -> (Vec<u32>, u32) {
         let metric_values = self.metric.server_loads(pool);
         let metric_value_per_connection = self.metric_value_per_connection(pool, &metric_values);
-        let compared_values = server_ranking_values(
+        let ranking_values = server_ranking_values(
             &metric_values,
             &self.metric.fair_metric_shares(pool),
             pool.opened_connection_count,
             metric_value_per_connection,
         );
-        let largest_value = compared_values.iter().copied().fold(0.0, f64::max);
+        let largest_value = ranking_values.iter().copied().fold(0.0, f64::max);
         let fixed_point_scale = match self.metric {
             LoadMetric::Connections => f64::from(fixed_point_connection_load(largest_value)),
             _ => f64::from(load_to_fixed_point(1.0)) / largest_value.max(f64::MIN_POSITIVE),
         };
         let fixed_point_cost =
             ((metric_value_per_connection * fixed_point_scale) as u32).clamp(1, load_to_fixed_point(1.0));
-        (compared_values.iter().map(|load| (load * fixed_point_scale) as u32).collect(), fixed_point_cost)
+        (ranking_values.iter().map(|load| (load * fixed_point_scale) as u32).collect(), fixed_point_cost)
     }
 
     fn metric_value_per_connection(&self, pool: &ServerPool, metric_values: &[f64]) -> f64 {

@@ -184,7 +184,7 @@ fn hash_key_independent_of_rss(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, INDEPENDENT_HASH_KEY_RNG_STREAM))
 }
 
-/// Returns a table with members and consistent servers, but without candidates. Every policy adds its candidates to it.
+/// Returns a table with members and consistent servers, but without candidates. Every policy starts with such a table.
 fn table_without_candidates(
     pool: &ServerPool,
     rule: PlacementRule,

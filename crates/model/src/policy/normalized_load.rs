@@ -11,7 +11,7 @@ use crate::statistics::mean;
 
 pub struct NormalizedLoad {
     mean_load: f64,
-    /// Constant that is added to each compared value, so that no value is below 0.
+    /// Constant that is added to each ranking value, so that no value is below 0.
     ranking_value_offset: f64,
     mean_weight: f64,
     mean_speed: f64,

@@ -57,9 +57,9 @@ fn greatest_common_divisor(a: u32, b: u32) -> u32 {
 /// has had its share of them, with an error below one turn. The schedule is R. Tijdeman's ("The chairman assignment
 /// problem", Discrete Mathematics 32, 1980). His bound of the error for n servers is 1 - d, with d = 1 / (2n - 2).
 ///
-/// For a server of share r, the bound permits turn k (from 0) only from (k + d) / r to (k + 1 - d) / r. Among the
-/// servers whose next turn is permitted, the one with the earliest end comes next. A schedule within the bound exists,
-/// and this rule finds one.
+/// For a server of share r, the bound permits turn k (from 0) only from (k + d) / r to (k + 1 - d) / r turns. Among
+/// the servers whose next turn is permitted, the one with the earliest end comes next. A schedule within the bound
+/// exists, and this rule finds one.
 fn interleaved_server_positions(weights: &[u32]) -> Vec<usize> {
     if weights.len() == 1 {
         return vec![0; weights[0] as usize];

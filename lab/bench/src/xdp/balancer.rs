@@ -43,7 +43,7 @@ const OUTER_SOURCE_ADDRESSES: OuterSourceAddresses =
 const ETHERNET_MTU: u32 = 1500;
 
 /// Number of flow-table entries, which is enough for all connections. On average, a set of eight entries holds 0.5
-/// connections. The probability that none of the two million sets is full is 150/151.
+/// connections. The probability that none of the two million sets gets more than eight is 99 %.
 pub const FLOW_TABLE_ENTRIES: u32 = PACKET_COUNT as u32 * 16;
 
 /// Number of connection-table entries, which is enough for all connections. On average, 512 of a partition's 1024

@@ -383,7 +383,8 @@ fn describe_measurement_method(args: &ThroughputBenchArgs, cpus: [usize; 2]) -> 
          are dropped at the first end, on CPU {0}. Values are medians of {2} interleaved rounds of {3} frames per kind \
          of traffic. CPU time is that of the NAPI thread, including veth's receive path, XDP_TX and wake-ups. The row \
          `swap MACs` is the floor. The column `rate / floor` is the floor's CPU time per frame divided by the row's \
-         CPU time per frame, computed per round. {4} connections are open, and each SYN is of a new client.",
+         CPU time per frame, computed per round. {4} connections are open, and each SYN is of a new client. CPU {0} \
+         has written the frames, which behind a NIC are in the shared cache.",
         cpus[0], cpus[1], args.rounds, args.frames, LIVE_PACKET_COUNT,
     )
 }

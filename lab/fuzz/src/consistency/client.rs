@@ -26,7 +26,7 @@ const MAX_TRANSMISSIONS_PER_PACKET: u32 = 25;
 /// Mean number of packets per fault. A fault is a lost answer, or a packet that reaches another load balancer than the
 /// other packets of its connection.
 const PACKETS_PER_FAULT: usize = 50;
-/// Average number of connections per connection without TCP timestamps.
+/// Average number of connections among which one has no TCP timestamps.
 const CONNECTIONS_PER_UNTIMESTAMPED_CONNECTION: usize = 30;
 
 /// Phase of a connection at its client.

@@ -311,7 +311,7 @@ impl<'a> PathSimulation<'a> {
     }
 
     /// Reads the busy times of a server's cores, as its agent does. If connections have one request each and the policy
-    /// does not follow RSS, stores the mean as each core's busy time.
+    /// inside servers does not follow RSS, stores the mean as each core's busy time.
     fn read_core_busy_times(&mut self, server_index: usize, now: Tick) {
         let server = &mut self.servers[server_index];
         server.advance(now, &mut self.response_tracker);

@@ -201,7 +201,7 @@ impl CheetahBalancers {
     }
 }
 
-/// Name of the only policy that works differently with current connection counts: it then compares all servers.
+/// Name of the only policy that has another implementation for current connection counts, which compares all servers.
 const LEAST_POLICY_NAME: &str = "least";
 
 fn single_bucket_count() -> BucketCount {

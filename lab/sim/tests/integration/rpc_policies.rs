@@ -55,8 +55,8 @@ const POLICIES_WITHOUT_OVERHEAD: [&str; 15] = [
     "dfcfs:2,2",
 ];
 
-/// Resolution of the drawn times (ticks), 1/128 of the unit of service time. Arrivals are then so close together that
-/// quanta and intervals take effect.
+/// Resolution of the drawn times (ticks), 1/128 of the unit of service time. It is so small that arrivals are close
+/// together, and quanta and intervals take effect.
 const TIME_STEP_TICKS: u64 = 1 << 17;
 
 proptest! {

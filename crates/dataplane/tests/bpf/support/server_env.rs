@@ -205,8 +205,8 @@ impl PacketSniffer {
     }
 
     /// Waits until the server has processed all packets sent so far and its replies have arrived. Returns the first 160
-    /// bytes of each packet of the sniffer's family. An ARP request follows the packets, and the wait ends with its
-    /// reply, because on a single CPU the server answers it last.
+    /// bytes of each packet of the sniffer's family that was received until then. An ARP request follows the packets,
+    /// and the wait ends with its reply, because on a single CPU the server answers it last.
     pub fn collect_frames_until_processed(&self, env: &ServerTestEnv) -> Vec<Vec<u8>> {
         static ARP_REQUEST_COUNT: AtomicU32 = AtomicU32::new(0);
         let request_number = ARP_REQUEST_COUNT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
