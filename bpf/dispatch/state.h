@@ -30,7 +30,8 @@ static __always_inline void count(enum dispatch_counter counter)
 	__sync_fetch_and_add(&state.counters[counter], 1);
 }
 
-/* Returns the work in ns that an entry's or a type's weight encodes (crates/model/src/dispatch/weight.rs). */
+/* Returns the work in ns that an entry's or a type's weight encodes
+ * (crates/model/src/dispatch/rounded_service_time.rs). */
 static __always_inline __u64 weight_ns(__u64 weight)
 {
 	__u64 mantissa = weight & ((1 << DISPATCH_MANTISSA_BITS) - 1);

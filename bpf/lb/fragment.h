@@ -4,8 +4,8 @@
  * fragments follow it. (TCP avoids fragments, and later fragments of ICMP have no receiver.)
  *
  * A later fragment that overtakes the first is dropped and counted. User space enlarges the table by the entries that
- * CPUs reserve (crates/dataplane/src/lru.rs). The table is small, because an entry is needed for some ms only, and a
- * flood of first fragments affects only other fragmented datagrams.
+ * CPUs reserve (crates/dataplane/src/lru_map_sizes.rs). The table is small, because an entry is needed for some ms
+ * only, and a flood of first fragments affects only other fragmented datagrams.
  */
 #ifndef COREWARD_LB_FRAGMENT_H
 #define COREWARD_LB_FRAGMENT_H

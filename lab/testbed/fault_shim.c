@@ -18,7 +18,7 @@
 
 #define SECOND_NS 1000000000LL
 
-// Contents of the faults file, which lab/testbed/src/preload.rs writes.
+// Contents of the faults file, which lab/testbed/src/preloaded_faults.rs writes.
 struct faults {
 	// Time added to the wall clock (ns).
 	_Atomic int64_t clock_offset_ns;

@@ -24,11 +24,12 @@ use coreward_wire::{AgentConfiguration, AgentService, SocketAnswer, SocketQuery,
 
 use crate::config::{self, AgentConfig};
 use crate::connection_counter::ConnectionCounter;
+use crate::connection_stall::{ConnectionStallDetector, HandshakeCounters};
 use crate::daisy_chain::DaisyChainNeighbours;
 use crate::decapsulation::{self, Decapsulator};
 use crate::load::cpu::CpuBusyTimeSource;
 use crate::load::published::PublishedLoadFile;
-use crate::load::{LoadSource, queues};
+use crate::load::{LoadSource, receive_queue_cpus};
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRssDevice;
 use crate::rss::input::InputTransformSearch;
@@ -37,7 +38,6 @@ use crate::rss::rss_verifier::{RssTableVerdict, RssTableVerifier};
 use crate::rss::testbed::TestbedRssDevice;
 use crate::rss_conflicts::RssConflicts;
 use crate::saved_settings::SettingsStore;
-use crate::stall::{ConnectionStallDetector, HandshakeCounters};
 use crate::steering::{self, ConnectionSteering};
 use crate::unstamped_syn_acks::{self, UnstampedSynAckMonitor};
 use crate::{dispatch, timestamps};
@@ -326,7 +326,7 @@ impl Agent {
         if self.rss_manager.sync_with_nic(&mut self.saved_settings) {
             self.on_rss_changed();
         }
-        self.cpu_of_queue = queues::cpus_of_queues(&self.nic_name, self.rss_manager.receive_queue_count());
+        self.cpu_of_queue = receive_queue_cpus::cpus_of_queues(&self.nic_name, self.rss_manager.receive_queue_count());
         self.load_source.set_queue_cpus(&self.cpu_of_queue);
         self.prevent_bpf_time_overflow();
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);

@@ -9,7 +9,7 @@
 //! * [`dispatch`]: dispatching requests of UDP services to workers
 //! * [`timestamps`]: the TCP timestamp sysctl that the cookie needs
 //! * [`daisy_chain`]: servers to which packets of unknown connections may be forwarded
-//! * [`stall`]: detection of stalled stamped connections
+//! * [`connection_stall`]: detection of stalled stamped connections
 //! * [`rss_conflicts`]: settings of this host that override RSS
 //! * [`rss_command`]: `coreward agent rss`
 //! * [`connection_counter`]: number of open connections of each service
@@ -19,6 +19,7 @@
 pub mod agent;
 pub mod config;
 pub mod connection_counter;
+pub mod connection_stall;
 pub mod connections;
 pub mod daemon;
 pub mod daisy_chain;
@@ -30,7 +31,6 @@ pub mod rss;
 pub mod rss_command;
 pub mod rss_conflicts;
 pub mod saved_settings;
-pub mod stall;
 pub mod steering;
 pub mod sysfs;
 pub mod timestamps;

@@ -1,8 +1,8 @@
 //! Parts that the commands `coreward` and `coreward-lab` share, such as logging, exit status, man pages and shell
 //! completions.
 
+pub mod cli_documentation;
 mod log;
-pub mod shell;
 
 use std::io::Write as _;
 use std::process::ExitCode;

@@ -11,6 +11,7 @@
 
 #![deny(missing_docs)]
 
+mod bounded_duration;
 mod diagnostic;
 mod from_toml;
 mod host;
@@ -21,8 +22,10 @@ mod secret;
 mod source;
 #[cfg(test)]
 mod tests;
-mod time;
 
+pub use bounded_duration::{
+    BoundedDuration, HOUR_NS, MICROSECOND_NS, MILLISECOND_NS, MINUTE_NS, SECOND_NS, format_duration,
+};
 pub use diagnostic::{ConfigDiagnostic, Diagnostics, find_nearest_name};
 pub use from_toml::{
     BoundedInteger, FromToml, LocatedValue, PrintableName, choice_schema, parse_choice, parse_toml_string,
@@ -31,7 +34,6 @@ pub use host::{AbsolutePath, InterfaceName};
 pub use reader::{TomlReader, TomlTableReader};
 pub use secret::{Secret, SecretText, enable_secret_owner_check, read_secret};
 pub use source::TomlSource;
-pub use time::{BoundedDuration, HOUR_NS, MICROSECOND_NS, MILLISECOND_NS, MINUTE_NS, SECOND_NS, format_duration};
 pub use toml::Spanned;
 #[doc(hidden)]
 pub use {serde_json, toml};

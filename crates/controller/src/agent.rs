@@ -10,9 +10,11 @@ use coreward_model::rss::RssConfig;
 use coreward_wire::{AgentReport, AgentReportDetails, AgentReportError, CountedConnections, ReportedRss, v1};
 
 use super::ClockReadings;
-use super::rejection::{MAX_REPORT_CLOCK_LEAD, MAX_REPORTS_PER_BURST, MessageRejection, REGISTRATION_QUOTA_PER_NAME};
+use super::message_rejection::{
+    MAX_REPORT_CLOCK_LEAD, MAX_REPORTS_PER_BURST, MessageRejection, REGISTRATION_QUOTA_PER_NAME,
+};
 use super::token_bucket::{TokenBucket, TokenBucketQuota};
-use super::traffic::TrafficTotalsByBalancer;
+use super::traffic_counts::TrafficTotalsByBalancer;
 
 #[derive(Debug, Default)]
 pub struct Agent {

@@ -120,7 +120,7 @@ fn only_listed_load_balancers_may_connect() {
         .unwrap();
     harness.controller.configure(Fleet::new(&config_with_allowed_lb1(""), &harness.records));
     let rejection = harness.controller.register_load_balancer("lb2", now_at_ms(10_000)).unwrap_err();
-    assert_eq!(rejection, super::rejection::MessageRejection::UnknownLoadBalancer("lb2".to_owned()));
+    assert_eq!(rejection, super::message_rejection::MessageRejection::UnknownLoadBalancer("lb2".to_owned()));
     harness.controller.register_load_balancer("lb1", now_at_ms(10_000)).unwrap();
 }
 

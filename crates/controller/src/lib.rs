@@ -1,11 +1,11 @@
 //! State and decisions of the controller, without I/O. Time is an argument, so that tests run in virtual time.
 //!
 //! * [`agent`]: state of a server, from its agent's reports
-//! * [`rejection`]: rejections of reports and registrations
+//! * [`message_rejection`]: rejections of reports and registrations
 //! * [`service`]: a service, its policy and its newest table
 //! * [`pool`]: a service's servers as its policy sees them
 //! * [`racks`]: rack controllers
-//! * [`on_change`]: services whose tables must be made
+//! * [`due_tables`]: services whose tables must be made
 //! * [`table_acks`]: active tables at load balancers, and their latency
 //! * `share_limiter`: limit of a server's share of new connections
 //! * [`load_balancers`]: the load balancers
@@ -14,33 +14,32 @@
 //! * `server_status`: states of servers and their reasons
 //! * `drains`: remaining connections of drained servers
 //! * `acknowledged`: acknowledgements of configurations
-//! * [`traffic`]: traffic counts by load balancers
+//! * [`traffic_counts`]: traffic counts by load balancers
 //! * [`status`], [`explain`]: output of commands
 
-mod acknowledged;
 pub mod agent;
 mod agents;
-mod dirty_set;
+mod dirty_server_set;
 mod drains;
 #[cfg(test)]
 mod drains_tests;
+pub mod due_tables;
+#[cfg(test)]
+mod due_tables_tests;
 pub mod explain;
 pub mod health;
 #[cfg(test)]
 mod health_tests;
 mod input_fingerprints;
 pub mod load_balancers;
+pub mod message_rejection;
 pub mod metrics;
-pub mod on_change;
-#[cfg(test)]
-mod on_change_tests;
 pub mod pool;
 #[cfg(test)]
 mod pool_tests;
 pub mod racks;
 #[cfg(test)]
 mod racks_tests;
-pub mod rejection;
 pub mod rotation;
 #[cfg(test)]
 mod rotation_tests;
@@ -58,7 +57,8 @@ pub mod tables;
 #[cfg(test)]
 mod tests;
 pub mod token_bucket;
-pub mod traffic;
+pub mod traffic_counts;
+mod update_acknowledgements;
 pub mod warnings;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -78,8 +78,8 @@ use agents::FleetAgents;
 use coreward_fleet::fleet::{Fleet, FleetService};
 use health::ServerHealthState;
 use load_balancers::LoadBalancers;
+use message_rejection::MessageRejection;
 use racks::{FleetRacks, RackRelay};
-use rejection::MessageRejection;
 use rss_keys::InternedRssKeys;
 use service::{ReplacedService, Service, TableTrigger};
 use share_limiter::ConnectionShareLimiter;
@@ -158,7 +158,7 @@ pub struct Controller {
     accepted_report_count: u64,
     rejection_counts: BTreeMap<&'static str, u64>,
     /// Number of accepted reports whose wall clock was ahead of this host's by more than
-    /// [`MAX_REPORT_CLOCK_LEAD`](rejection::MAX_REPORT_CLOCK_LEAD).
+    /// [`MAX_REPORT_CLOCK_LEAD`](message_rejection::MAX_REPORT_CLOCK_LEAD).
     pub clock_ahead_report_count: u64,
     last_session_number: u64,
     service_positions_by_index: HashMap<ServiceIndex, usize>,

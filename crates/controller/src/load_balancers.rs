@@ -14,9 +14,9 @@ use coreward_wire::{
 };
 
 use super::ClockReadings;
-use super::rejection::{MAX_LOAD_BALANCERS, MessageRejection, REGISTRATION_QUOTA_PER_NAME};
+use super::message_rejection::{MAX_LOAD_BALANCERS, MessageRejection, REGISTRATION_QUOTA_PER_NAME};
 use super::token_bucket::TokenBucket;
-use super::traffic::{LoadBalancerTraffic, OpenedConnectionCounts, TrafficTotalsByBalancer};
+use super::traffic_counts::{LoadBalancerTraffic, OpenedConnectionCounts, TrafficTotalsByBalancer};
 use coreward_fleet::fleet::Fleet;
 
 pub type HealthCheckTarget = (ServiceIndex, ServerId);

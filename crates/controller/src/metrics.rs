@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use coreward_api::types::{DrainOrigin, ReportState, Server, ServerState, Status};
-use coreward_metrics::component;
-use coreward_metrics::component::{CONFIGURATION_GENERATION, SERVER_WARNINGS, TABLE_GENERATION};
+use coreward_metrics::message_metrics;
+use coreward_metrics::message_metrics::{CONFIGURATION_GENERATION, SERVER_WARNINGS, TABLE_GENERATION};
+use coreward_metrics::metric_declarations::MetricKind::{Counter, Gauge, MaxGauge};
+use coreward_metrics::metric_declarations::{Component, MetricFamily, declare_family};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::MetricsSnapshot;
-use coreward_metrics::table::MetricKind::{Counter, Gauge, MaxGauge};
-use coreward_metrics::table::{Component, MetricFamily, declare_family};
 
 use super::{ClockReadings, Controller};
 
@@ -127,12 +127,12 @@ impl Controller {
         snapshot.add_value(&REPORTS_AHEAD_TOTAL, [], self.clock_ahead_report_count as f64);
         for (id, server) in &self.fleet.servers {
             if let Some(report) = self.agent(*id).and_then(|agent| agent.newest_report.as_ref()) {
-                component::add_dispatch_counters(snapshot, &server.name, &report.details.dispatched_services);
+                message_metrics::add_dispatch_counters(snapshot, &server.name, &report.details.dispatched_services);
             }
         }
         for (name, balancer) in self.load_balancers.iter() {
             if let Some((state, _)) = &balancer.reported_state_and_time {
-                component::add_load_balancer_metrics(snapshot, name, state);
+                message_metrics::add_load_balancer_metrics(snapshot, name, state);
             }
         }
     }
@@ -152,7 +152,7 @@ fn add_server_metrics(snapshot: &mut MetricsSnapshot, server: &Server) {
     }
     let is_drained_by_command = server.drain.as_ref().is_some_and(|drain| drain.origin == DrainOrigin::Command);
     snapshot.add_value(&SERVER_DRAINED, [server_name], f64::from(u8::from(is_drained_by_command)));
-    component::add_server_counters(
+    message_metrics::add_server_counters(
         snapshot,
         server_name,
         (server.rss_matched_syns, server.rss_mismatched_syns),

@@ -1,5 +1,5 @@
 //! Pools of servers, with the inputs that policies use. Between tables, only changed servers are read again. All
-//! servers are read again if another input of a table has changed (see [`super::on_change`]).
+//! servers are read again if another input of a table has changed (see [`super::due_tables`]).
 
 use std::borrow::Cow;
 use std::ops::Bound;

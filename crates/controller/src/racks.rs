@@ -15,8 +15,8 @@ use coreward_wire::{
     LOAD_BALANCER_LOSS_TIMEOUT, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1,
 };
 
+use super::message_rejection::MessageRejection;
 use super::pool::places_each_datagram;
-use super::rejection::MessageRejection;
 use super::service::Service;
 use super::{AgentSession, ClockReadings, Controller};
 

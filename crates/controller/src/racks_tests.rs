@@ -6,8 +6,8 @@ use coreward_config::TomlSource;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::v1;
 
+use super::message_rejection::MessageRejection;
 use super::racks::{RackRelay, RackSummaryRejection};
-use super::rejection::MessageRejection;
 use super::{AgentSession, ClockReadings, Controller};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;

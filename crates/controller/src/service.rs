@@ -13,7 +13,7 @@ use coreward_model::placement::{PlacementRule, PlacementTable, ServerCore};
 use coreward_model::policy::{PlacementPolicy, ServerPool};
 use coreward_model::tuple::TransportProtocol;
 
-use super::dirty_set::DirtyServerSet;
+use super::dirty_server_set::DirtyServerSet;
 use super::input_fingerprints::{ServerShard, TableInputFingerprints};
 use super::{ClockReadings, NewPlacementTable, create_policy};
 use coreward_fleet::fleet::FleetService;

@@ -9,11 +9,11 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::allowance::{ConnectionAllowance, MAX_FAIR_SHARE_MULTIPLE};
+use coreward_model::connection_allowance::{ConnectionAllowance, MAX_FAIR_SHARE_MULTIPLE};
 use coreward_wire::ServiceIndex;
 
 use super::service::Service;
-use super::traffic::OpenedConnectionCounts;
+use super::traffic_counts::OpenedConnectionCounts;
 use super::{ClockReadings, Controller};
 
 /// Interval at which servers' allowances of new connections are updated. Within an interval, a server can exceed its

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use coreward_metrics::latency::LatencyHistogram;
+use coreward_metrics::latency_histogram::LatencyHistogram;
 use coreward_wire::ServiceIndex;
 
 use super::ClockReadings;

@@ -3,7 +3,7 @@
 mod apply;
 mod audit;
 mod check;
-mod contact;
+mod controller_contact;
 mod drain;
 mod top;
 
@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use coreward_agent::rss_command::RssCommandArgs;
 use coreward_api::types::{Explain, PacketKind};
-use coreward_cli::shell::CliDocumentationCommand;
+use coreward_cli::cli_documentation::CliDocumentationCommand;
 use coreward_cli::{exit_status, print_to_stdout};
 use coreward_daemon::drop_capabilities;
 use coreward_dataplane::capabilities;
@@ -23,13 +23,13 @@ use coreward_dispatch::command::{self as dispatch, DispatchArgs};
 use coreward_doctor::command::{self as doctor, DoctorArgs};
 use coreward_lb::capture_command::CaptureArgs;
 use coreward_lb::connections_command::{self, ConnectionListArgs};
-use coreward_metrics::table::Component;
+use coreward_metrics::metric_declarations::Component;
 use coreward_model::tuple::TransportProtocol;
 use coreward_orchestrator::command::{self as orchestrate, OrchestrateArgs};
 use coreward_render as show;
 use coreward_tls::command::{self as certs, CertsArgs};
 
-use contact::ControllerContactArgs;
+use controller_contact::ControllerContactArgs;
 
 #[derive(clap::Parser)]
 #[command(name = "coreward", version, about)]
@@ -420,7 +420,7 @@ fn run_doctor(args: &DoctorArgs) -> anyhow::Result<()> {
 
 fn check_kernel_loads_programs() -> anyhow::Result<()> {
     let mut rejected_count = 0;
-    for (program, outcome) in coreward_dataplane::check::try_load_every_program() {
+    for (program, outcome) in coreward_dataplane::verifier_check::try_load_every_program() {
         let outcome_text = outcome.map_or_else(|error| format!("rejected: {error:#}"), |()| "ok".to_owned());
         rejected_count += usize::from(outcome_text != "ok");
         print_to_stdout(&format!("{program}: {outcome_text}"))?;

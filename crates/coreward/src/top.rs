@@ -1,6 +1,6 @@
 //! The command `coreward top`.
 
-use crate::contact::ControllerContactArgs;
+use crate::controller_contact::ControllerContactArgs;
 
 #[derive(clap::Args)]
 pub struct TopArgs {

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
+use coreward_metrics::metric_declarations::MetricKind::MaxGauge;
+use coreward_metrics::metric_declarations::{Component, MetricFamily, declare_family};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::MetricsSnapshot;
-use coreward_metrics::table::MetricKind::MaxGauge;
-use coreward_metrics::table::{Component, MetricFamily, declare_family};
 use coreward_tls::connect::GrpcConnector;
 use coreward_tls::{FleetRole, ReloadableTlsCredentials, TlsCredentialFiles, table};
 use coreward_wire::{CONTROLLER_TERM_METADATA_KEY, LEADER_ADDRESS_METADATA_KEY};

@@ -2,7 +2,7 @@
 
 use anyhow::Context as _;
 use caps::{CapSet, Capability, CapsHashSet};
-use coreward_metrics::table::Component;
+use coreward_metrics::metric_declarations::Component;
 use nix::sys::prctl;
 
 /// Returns the capabilities that a daemon keeps after its start. BPF capabilities are among them, because a daemon

@@ -172,7 +172,7 @@ mod tests {
     use std::io::{Read as _, Write as _};
     use std::net::TcpStream;
 
-    use coreward_metrics::component::CONFIGURATION_GENERATION;
+    use coreward_metrics::message_metrics::CONFIGURATION_GENERATION;
 
     use super::*;
 

@@ -29,16 +29,16 @@ mod counters;
 pub(crate) mod device;
 mod lb_stamping;
 pub(crate) mod link;
-mod load;
 mod pin_directory;
-mod pinned;
+mod pinned_state;
 mod placement;
+mod placement_memory;
 mod program;
+mod program_loading;
+mod program_variant;
 mod servers;
 mod services;
-mod tables;
 mod tunnels;
-mod variant;
 mod vlans;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -57,19 +57,19 @@ pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVE
 pub use counters::{LB_COUNTER_COUNT, LB_EVENT_KIND_COUNT, PacketCounters};
 pub(crate) use device::interface_mac;
 pub use lb_stamping::{ServerClockMeasurements, ServerClockState, ServerIdTooLarge, StampedPacketCounts};
-pub use pinned::{PinnedServers, find_takeover_problem, pinned_program_id};
+pub use pinned_state::{PinnedServers, find_takeover_problem, pinned_program_id};
+pub use placement_memory::PlacementTableError;
 pub use services::ServiceSettingsError;
-pub use tables::PlacementTableError;
 pub use tunnels::{OuterSourceAddresses, ServerTunnel};
 
 use crate::mac::MacAddress;
 use crate::rcu::{GracePeriodTicket, GracePeriodWaiter};
 use connections::ConnectionTableOccupancy;
 use link::XdpLink;
-use load::LoadedLbProgram;
 use program::{BpfMapSizes, LoadBalancerMaps};
+use program_loading::LoadedLbProgram;
+use program_variant::ProgramVariant;
 use services::ForwardedService;
-use variant::ProgramVariant;
 
 /// Limit of a packet rate, which a token bucket enforces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

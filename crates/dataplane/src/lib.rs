@@ -3,7 +3,6 @@
 #![deny(missing_docs)]
 
 pub mod capabilities;
-pub mod check;
 pub mod clock;
 pub mod cpu_load;
 pub mod decap;
@@ -14,7 +13,7 @@ pub mod health_check_nat;
 pub mod intake;
 pub mod lb;
 pub mod listeners;
-mod lru;
+mod lru_map_sizes;
 pub mod mac;
 pub mod mmap_array;
 pub mod neighbour;
@@ -29,6 +28,7 @@ pub mod sockets;
 pub mod steer;
 pub mod tc;
 pub mod test_run;
+pub mod verifier_check;
 pub mod veth;
 pub mod vlan_device;
 

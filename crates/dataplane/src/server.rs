@@ -32,7 +32,7 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle, OpenMapMut};
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
-use crate::lru;
+use crate::lru_map_sizes;
 use crate::mac::MacAddress;
 use crate::mmap_array::MmapArray;
 use crate::pins;
@@ -531,7 +531,7 @@ fn load_programs<'object>(
         (&mut open_skeleton.maps.held_timestamps, "held_timestamps", intf::MAX_CLAMPED_TIMESTAMPS),
         (&mut open_skeleton.maps.half_open_indexes, "half_open_indexes", intf::MAX_HALF_OPEN_INDEXES),
     ] {
-        lru::set_lru_capacity(map, capacity, map_pin_path(name).as_deref())?;
+        lru_map_sizes::set_lru_capacity(map, capacity, map_pin_path(name).as_deref())?;
     }
     if let Some(pins) = pins {
         let skeleton_maps = &mut open_skeleton.maps;

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_daemon::metrics_endpoint;
-use coreward_metrics::component;
+use coreward_metrics::message_metrics;
+use coreward_metrics::metric_declarations::Component;
 use coreward_metrics::snapshot::MetricsSnapshot;
-use coreward_metrics::table::Component;
 use coreward_wire::v1;
 
 use crate::config::DispatchConfig;
@@ -43,11 +43,11 @@ pub fn run_daemon(config: &DispatchConfig) -> anyhow::Result<()> {
 
 /// Returns the BPF programs' counters. Reads them from the pinned maps, which needs no wait for the maintenance thread.
 fn metrics_snapshot(pin_directories: &[PathBuf]) -> MetricsSnapshot {
-    let mut snapshot = component::base_metrics_snapshot(Component::Dispatch);
+    let mut snapshot = message_metrics::base_metrics_snapshot(Component::Dispatch);
     match status::read_pinned_status(pin_directories) {
         Ok(services) => {
             let dispatched_services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();
-            component::add_dispatch_counters(&mut snapshot, "", &dispatched_services);
+            message_metrics::add_dispatch_counters(&mut snapshot, "", &dispatched_services);
         }
         Err(error) => {
             tracing::warn!(

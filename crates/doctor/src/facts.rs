@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_agent::config::ConnectionSteeringMode;
-use coreward_agent::load::queues::ReceiveQueueInterrupt;
+use coreward_agent::load::receive_queue_cpus::ReceiveQueueInterrupt;
 use coreward_agent::rss::ethtool::RssFlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::DeviceXdpState;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_metrics::latency::LatencyHistogram;
+use coreward_metrics::latency_histogram::LatencyHistogram;
 use coreward_tls::failure::{ConnectionFailureReason, PeerConnectionFailure};
 use etcd_client::{Client, ConnectOptions, Error, TlsOptions};
 use parking_lot::{Mutex, MutexGuard, RwLock};

@@ -18,7 +18,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until};
 
-use crate::path::NatTable;
+use crate::nat_path::NatTable;
 use crate::probe::HealthProber;
 
 /// Maximum number of concurrent checks. It equals the number of NAT entries in the data plane. Further checks wait.

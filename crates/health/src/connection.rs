@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream};
 
-use crate::path::{HealthCheckNatPath, NatTable};
+use crate::nat_path::{HealthCheckNatPath, NatTable};
 
 /// Connection to a checked server. The stream is dropped before the NAT entry, because the RST that closes the
 /// connection needs the entry.

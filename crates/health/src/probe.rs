@@ -22,7 +22,7 @@ use tokio_rustls::TlsConnector;
 
 use crate::ca;
 use crate::connection::{CheckedServerConnection, NatEntryGuard};
-use crate::path::{HealthCheckNatPath, NatTable};
+use crate::nat_path::{HealthCheckNatPath, NatTable};
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProbeError {

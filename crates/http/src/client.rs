@@ -1,7 +1,7 @@
 //! Client of the controllers' HTTP API, which the commands use.
 
 mod contact;
-mod exchange;
+mod request_exchange;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,7 +26,7 @@ use coreward_api::types::{
     Acknowledgements, Audit, AuditQuery, CheckRequest, CheckResult, DrainServer, DrainStatus, Explain, Explanation,
     Fleet, FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
 };
-use exchange::{PendingRequest, connect_and_send_request};
+use request_exchange::{PendingRequest, connect_and_send_request};
 
 /// Time limit for each controller to answer whether it is the leader, if several controllers are configured.
 const LEADER_PROBE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -5,8 +5,8 @@
 //! * [`tokens`][]: bearer tokens that authenticate callers
 //! * [`sessions`][]: sessions of browsers
 //! * [`endpoints`][]: router with authentication, roles, limits, timeouts and the OpenAPI document
-//! * [`extract`][]: extractors of request data for handlers
-//! * [`work`][]: worker threads for slow answers
+//! * [`request_extractors`][]: extractors of request data for handlers
+//! * [`request_work`][]: worker threads for slow answers
 //! * [`serve`][]: listening socket and its connections
 //! * [`client`][]: client for commands
 //!
@@ -17,13 +17,13 @@
 pub mod client;
 mod connection_limit;
 pub mod endpoints;
-pub mod extract;
 mod limits;
 pub mod problem;
+pub mod request_extractors;
+pub mod request_work;
 pub mod serve;
 pub mod sessions;
 pub mod tokens;
-pub mod work;
 
 pub use problem::{Problem, ProblemKind};
 pub use utoipa_axum::routes;

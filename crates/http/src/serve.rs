@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
 use crate::connection_limit::{ConnectionPermit, ConnectionSlots, TrackedResponseBody};
-use crate::work;
+use crate::request_work;
 use coreward_api::Role;
 
 /// Limits that a server enforces on each of its connections and on their number.
@@ -146,7 +146,7 @@ impl ApiListener {
         background: impl Future<Output = ()> + Send + 'static,
     ) -> anyhow::Result<RunningApiServer> {
         let runtime = tokio::runtime::Builder::new_current_thread()
-            .max_blocking_threads(work::ANSWER_WORKER_THREAD_COUNT)
+            .max_blocking_threads(request_work::ANSWER_WORKER_THREAD_COUNT)
             .on_thread_start(on_thread_start)
             .thread_name("api-work")
             .enable_all()

@@ -30,13 +30,13 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use tonic::transport::Channel;
 
-use crate::announce::{VipAnnouncementState, VipAnnouncer};
 use crate::config::{LoadBalancerConfig, VipAnnouncementConfig, VipTreatmentOnStop};
 use crate::forwarder::{Forwarder, XDP_PROGRAM_LOAD_TIMEOUT, log_rejection};
 use crate::health::HealthChecks;
 use crate::last_configuration::SavedConfigurationFile;
 use crate::resolvers::{MacResolution, NeighbourResolvers};
 use crate::sweeper::ConnectionSweeper;
+use crate::vip_announcement::{VipAnnouncementState, VipAnnouncer};
 
 /// Interval at which the data plane's clock is set and the next section of the connection table is swept.
 const DATA_PLANE_TICK_INTERVAL: Duration = Duration::from_millis(100);

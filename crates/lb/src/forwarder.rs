@@ -4,8 +4,8 @@ mod configuration;
 mod lb_stamping;
 mod metrics;
 mod next_hops;
+mod packet_loss_symptoms;
 mod rejections;
-mod symptoms;
 mod table_ages;
 mod vlans;
 
@@ -17,7 +17,7 @@ use coreward_dataplane::device;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, EVENT_NAMES, LoadBalancer, PacketCounters};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::routes::RouteSockets;
-use coreward_metrics::latency::LatencyHistogram;
+use coreward_metrics::latency_histogram::LatencyHistogram;
 use coreward_model::connection_table::{ConnectionEntry, ConnectionTimeouts};
 use coreward_model::consistency::{ConsistencyMode, CookieStamper};
 use coreward_model::health::AllServersDownTreatment;
@@ -27,15 +27,15 @@ use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{HealthCheckResultsMessage, PeerLoadBalancer, Service, ServiceIndex, TrafficCountsMessage, v1};
 
-use crate::announce::VipAnnouncementState;
 use crate::health::{HealthCheckTarget, HealthChecks};
 use crate::resolvers::{MacResolution, Neighbour, NeighbourResolvers};
 use crate::routing;
+use crate::vip_announcement::VipAnnouncementState;
 use configuration::FleetConfigurationState;
 use next_hops::ServerNextHops;
+use packet_loss_symptoms::PacketLossSymptoms;
 use rejections::RejectedUpdates;
 pub use rejections::log_rejection;
-use symptoms::PacketLossSymptoms;
 use table_ages::PlacementTableAges;
 
 /// Interval between traffic messages until the first configuration sets it.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_dataplane::health_check_nat::{self, HealthCheckNatPrograms, NatConnection};
 use coreward_health::checker::{self, HealthChecker, MAX_CONCURRENT_HEALTH_CHECKS};
-use coreward_health::path::{HealthCheckNatPath, NatTable};
+use coreward_health::nat_path::{HealthCheckNatPath, NatTable};
 use coreward_model::ServerId;
 use coreward_model::health::{HealthVerdict, ProbeAddress};
 use coreward_wire::{HealthCheckResultsMessage, ServerCheckResult, Service, ServiceIndex};

@@ -1,6 +1,6 @@
 //! The load balancer's daemon and its commands.
 //!
-//! * [`announce`]: announcement of VIPs to routers through a routing daemon
+//! * [`vip_announcement`]: announcement of VIPs to routers through a routing daemon
 //! * [`capture_command`]: `coreward capture`
 //! * [`config`]: the configuration file
 //! * [`connections_command`]: `coreward connections`
@@ -13,7 +13,6 @@
 //! * [`routing`]: check whether the kernel forwards servers' replies
 //! * [`sweeper`]: removal of expired entries from the connection table
 
-pub mod announce;
 pub mod capture_command;
 pub mod config;
 pub mod connections_command;
@@ -25,3 +24,4 @@ mod pcapng;
 pub mod resolvers;
 pub mod routing;
 pub mod sweeper;
+pub mod vip_announcement;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use coreward_daemon::add_certificate_expiry_metrics;
 use coreward_http::serve::{CertificateIdentity, ConnectionPeer, StreamAcceptor};
+use coreward_metrics::metric_declarations::MetricKind::Counter;
+use coreward_metrics::metric_declarations::{Component, MetricFamily, declare_family};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::MetricsSnapshot;
-use coreward_metrics::table::MetricKind::Counter;
-use coreward_metrics::table::{Component, MetricFamily, declare_family};
 use coreward_tls::certificate::CertificateFingerprint;
 use coreward_tls::failure::{ConnectionFailureCounters, ConnectionFailureReason, PeerConnectionFailure};
 use coreward_tls::verify::RevocationList;

@@ -1,14 +1,14 @@
 //! Prometheus metrics of the daemons, which `coreward-daemon` serves.
 //!
-//! * [`table`]: declarations of metrics with name, kind, labels, daemons and help
+//! * [`metric_declarations`]: declarations of metrics with name, kind, labels, daemons and help
 //! * [`snapshot`]: values of metrics, with a limit of series per metric
-//! * [`component`]: metrics whose values are in messages between daemons
-//! * [`latency`]: histogram of durations
+//! * [`message_metrics`]: metrics whose values are in messages between daemons
+//! * [`latency_histogram`]: histogram of durations
 
-pub mod component;
-pub mod latency;
+pub mod latency_histogram;
+pub mod message_metrics;
+pub mod metric_declarations;
 pub mod snapshot;
-pub mod table;
 
 #[doc(hidden)]
 pub use linkme;

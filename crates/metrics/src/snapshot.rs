@@ -9,8 +9,8 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
-use crate::latency::LatencyHistogram;
-use crate::table::{HistogramMetric, MetricDeclaration, MetricFamily, MetricKind};
+use crate::latency_histogram::LatencyHistogram;
+use crate::metric_declarations::{HistogramMetric, MetricDeclaration, MetricFamily, MetricKind};
 
 /// Maximum number of series per metric. Further series are combined into one series with the label [`OTHERS_LABEL`],
 /// whose value is their sum or maximum.
@@ -144,9 +144,9 @@ impl Collector for MetricsSnapshot {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metric_declarations::MetricKind::{Counter, Gauge, MaxGauge};
+    use crate::metric_declarations::declare_family;
     use crate::metrics;
-    use crate::table::MetricKind::{Counter, Gauge, MaxGauge};
-    use crate::table::declare_family;
 
     metrics! {
         REPORTS: MetricFamily<0> = declare_family(Counter, "coreward_reports_total", &[], &[], "Reports");

@@ -14,27 +14,28 @@
 //! * [`consistency`]: consistency modes of services
 //! * [`connection_table`]: entries of stateful services, their timers, and the operations on them
 //! * [`load`]: smoothed loads per core from absolute reports
-//! * [`recent`]: growth of counters in the last seconds, and its interpretation
+//! * [`counter_growth`]: growth of counters in the last seconds, and its interpretation
 //! * [`placement`]: the data plane's table for new connections
 //! * [`lb`]: reference model of `bpf/lb/lb.bpf.c`, packet by packet
 //! * [`bucket_history`]: previous servers of buckets
-//! * [`allowance`]: limit of a server's share of new connections
+//! * [`connection_allowance`]: limit of a server's share of new connections
 //! * [`policy`]: policies that fill placement tables, one file each
 //! * [`dispatch`]: policies that assign requests to a server's cores, one file each
 //! * [`statistics`]: variance % and similar measures
-//! * [`arrivals`]: logs of connections, kept by the demo and replayed by the simulator
+//! * [`arrival_log`]: logs of connections, kept by the demo and replayed by the simulator
 //! * [`fleet`]: servers, controller and load balancer in virtual time
 //! * [`replay`]: an arrival log in virtual time
 //! * [`vlan`]: VLAN ids
 
 #![deny(missing_docs)]
 
-pub mod allowance;
-pub mod arrivals;
+pub mod arrival_log;
 pub mod bucket_history;
+pub mod connection_allowance;
 pub mod connection_table;
 pub mod consistency;
 pub mod cookie;
+pub mod counter_growth;
 pub mod dispatch;
 pub mod fleet;
 pub mod forwarding;
@@ -45,7 +46,6 @@ pub mod lb_stamping;
 pub mod load;
 pub mod placement;
 pub mod policy;
-pub mod recent;
 pub mod replay;
 pub mod rss;
 pub mod statistics;

@@ -2,7 +2,7 @@
 //! demo uses it for the noise floor, and the policies' tests compare policies with it.
 
 use crate::ServerId;
-use crate::arrivals::{ArrivalLog, ConnectionArrival};
+use crate::arrival_log::{ArrivalLog, ConnectionArrival};
 use crate::fleet::{IndirectionTableFillRule, SimulatedCluster, SimulatedFleetPlan, SimulatedFleetShape};
 use crate::load::SmoothingWeight;
 use crate::placement::BucketCount;
@@ -342,7 +342,7 @@ const REPORT_PHASE_RNG_STREAM: u64 = 7;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arrivals::ConnectionWorkload;
+    use crate::arrival_log::ConnectionWorkload;
     use crate::statistics::median;
 
     /// Seeds of the replays, which were chosen before any result was known.

@@ -17,7 +17,7 @@ use coreward_model::dispatch::{
 use coreward_runtime::SegmentServiceEntry;
 
 use crate::classify::{PayloadPattern, RequestClassifier};
-use crate::engine::{DispatchEngineConfig, EngineServiceConfig};
+use crate::dispatch_engine::{DispatchEngineConfig, EngineServiceConfig};
 
 #[derive(Debug, Clone)]
 pub struct OrchestratorConfig {

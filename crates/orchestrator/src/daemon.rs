@@ -14,7 +14,7 @@ use nix::sys::time::TimeSpec;
 
 use crate::classify::RequestClassifier;
 use crate::config::OrchestratorConfig;
-use crate::engine::{DispatchEngine, ServiceRequestCounters};
+use crate::dispatch_engine::{DispatchEngine, ServiceRequestCounters};
 use crate::intake::RequestIntake;
 use crate::report::{OrchestratedServiceStatus, OrchestratorStatus, SharedOrchestratorStatus};
 use crate::socket::UdpBatchSocket;

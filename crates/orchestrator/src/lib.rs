@@ -7,16 +7,16 @@
 //! * [`socket`]: UDP sockets that handle datagrams in batches
 //! * [`command`]: the command and its arguments
 //! * [`intake`]: AF_XDP, with the sockets as fallback
-//! * [`engine`]: decisions, queues, load monitors and workers, without sockets
+//! * [`dispatch_engine`]: decisions, queues, load monitors and workers, without sockets
 //! * [`report`]: counters as JSON and as metrics
-//! * [`buffers`]: buffers for the requests that wait
+//! * [`request_buffers`]: buffers for the requests that wait
 
-pub mod buffers;
 pub mod classify;
 pub mod command;
 pub mod config;
 pub mod daemon;
-pub mod engine;
+pub mod dispatch_engine;
 pub mod intake;
 pub mod report;
+pub mod request_buffers;
 pub mod socket;

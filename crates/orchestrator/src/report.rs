@@ -4,14 +4,14 @@ use std::net::SocketAddrV4;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use coreward_metrics::component;
+use coreward_metrics::message_metrics;
+use coreward_metrics::metric_declarations::MetricKind::{Counter, Gauge};
+use coreward_metrics::metric_declarations::{Component, MetricFamily, declare_family};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::MetricsSnapshot;
-use coreward_metrics::table::MetricKind::{Counter, Gauge};
-use coreward_metrics::table::{Component, MetricFamily, declare_family};
 use serde_json::{Value, json};
 
-use crate::engine::{CoreRequestCounters, ServiceRequestCounters};
+use crate::dispatch_engine::{CoreRequestCounters, ServiceRequestCounters};
 use crate::intake::RequestIntakeStatus;
 
 metrics! {
@@ -135,7 +135,7 @@ impl OrchestratorStatus {
     }
 
     pub fn metrics_snapshot(&self) -> MetricsSnapshot {
-        let mut snapshot = component::base_metrics_snapshot(Component::Orchestrate);
+        let mut snapshot = message_metrics::base_metrics_snapshot(Component::Orchestrate);
         for (number, service) in self.service_statuses.iter().enumerate() {
             let service_number = number.to_string();
             for (outcome, count) in service.request_counts_by_state() {

@@ -10,10 +10,10 @@ use coreward_daemon::ControllerConnection;
 use coreward_daemon::metrics_endpoint;
 use coreward_listener::message_size::SizeLimitedControlServer;
 use coreward_listener::security::ListenerSecurity;
-use coreward_metrics::component;
+use coreward_metrics::message_metrics;
+use coreward_metrics::metric_declarations::MetricKind::Gauge;
+use coreward_metrics::metric_declarations::{Component, MetricFamily, declare_family};
 use coreward_metrics::metrics;
-use coreward_metrics::table::MetricKind::Gauge;
-use coreward_metrics::table::{Component, MetricFamily, declare_family};
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::{AcceptorLimits, FleetRole};
 use coreward_wire::v1;
@@ -149,7 +149,7 @@ impl RackController {
             || (),
             move || {
                 let connection_status = metrics_rack_state.rack_connection_status();
-                let mut snapshot = component::base_metrics_snapshot(Component::Rack);
+                let mut snapshot = message_metrics::base_metrics_snapshot(Component::Rack);
                 snapshot.add_value(
                     &RACK_CONTROLLER_CONNECTED,
                     [],

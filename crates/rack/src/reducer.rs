@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use coreward_controller::ClockReadings;
 use coreward_controller::agent::Agent;
+use coreward_controller::message_rejection::MessageRejection;
 use coreward_controller::pool::policy_loads_for_rack;
-use coreward_controller::rejection::MessageRejection;
 use coreward_model::ServerId;
 use coreward_model::policy::{self, PlacementPolicy, PoolServer, RackSummary, ServerPool};
 use coreward_wire::rack::encode_summary;
@@ -217,7 +217,7 @@ fn build_pool_server(
 
 #[cfg(test)]
 mod tests {
-    use coreward_controller::rejection::MAX_REPORTS_PER_BURST;
+    use coreward_controller::message_rejection::MAX_REPORTS_PER_BURST;
     use coreward_model::load::SmoothingWeight;
 
     use super::*;

@@ -3,11 +3,11 @@
 // The contract of all functions is at the head of the header, which cbindgen.toml contains.
 #![allow(clippy::missing_safety_doc)]
 
-mod call;
+mod call_result;
 mod server;
 mod worker;
 
-pub use call::coreward_last_error;
+pub use call_result::coreward_last_error;
 pub use server::{
     Allocator, COREWARD_COMPLETE_SHARE, COREWARD_DEDICATED, COREWARD_HYBRID, Context, Handler, Request, ServeCounters,
     ServeOptions, coreward_allocator_free, coreward_allocator_new, coreward_serve, coreward_yield_point,

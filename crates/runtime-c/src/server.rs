@@ -7,11 +7,11 @@ use std::time::Duration;
 use coreward_model::dispatch::{CoreAssignmentMode, ReservedCores};
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::SharedCoreAllocator;
-use coreward_runtime::message::LoadHintMessage;
 use coreward_runtime::serve::{self, HandlerReplyAction};
 use coreward_runtime::worker;
+use coreward_runtime::worker_message::LoadHintMessage;
 
-use crate::call::{exclusive_ref, free_box, set_last_error, to_status_code};
+use crate::call_result::{exclusive_ref, free_box, set_last_error, to_status_code};
 use crate::worker::Worker;
 
 /// A request of a client, valid until the handler returns.

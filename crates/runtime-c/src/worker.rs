@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use coreward_model::dispatch::{LoadCheckInterval, LoadHint, ScaleDownCondition, ScaleUpCondition};
 use coreward_runtime::RuntimeError;
-use coreward_runtime::message::LoadHintTrigger;
 use coreward_runtime::worker::{self, TakenRequest};
+use coreward_runtime::worker_message::LoadHintTrigger;
 
-use crate::call::{exclusive_ref, free_box, set_last_error, shared_ref, to_status_code};
+use crate::call_result::{exclusive_ref, free_box, set_last_error, shared_ref, to_status_code};
 
 /// A process that serves requests. It holds the registrations of its services.
 #[derive(Debug)]

@@ -5,8 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use coreward_model::dispatch::{CoreAllocator, CoreAssignmentMode, ReservedCores};
 
 use crate::error::RuntimeError;
-use crate::message::LoadHintMessage;
 use crate::worker::Worker;
+use crate::worker_message::LoadHintMessage;
 
 /// Number of services to which cores can be assigned. Service 0 has the higher priority.
 pub const ASSIGNABLE_SERVICE_COUNT: u8 = 2;

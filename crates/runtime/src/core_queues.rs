@@ -6,10 +6,10 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use crate::error::RuntimeError;
-use crate::layout::{MESSAGE_RING_SLOTS, RawWorkerMessage, SEQUENCE_NUMBER_BYTES, SegmentGeometry, SlotHeader};
-use crate::message::{LoadHintMessage, WorkerMessage};
 use crate::ring::{DamagedRingCursor, RingConsumer, RingProducer};
 use crate::segment::{LivenessLock, SegmentServiceEntry, SharedSegment};
+use crate::segment_layout::{MESSAGE_RING_SLOTS, RawWorkerMessage, SEQUENCE_NUMBER_BYTES, SegmentGeometry, SlotHeader};
+use crate::worker_message::{LoadHintMessage, WorkerMessage};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestHeader {

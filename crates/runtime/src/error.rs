@@ -4,8 +4,8 @@ use std::net::SocketAddrV4;
 use std::time::Duration;
 use std::{io, path::PathBuf};
 
-use crate::layout::SegmentGeometryError;
 use crate::ring::DamagedRingCursor;
+use crate::segment_layout::SegmentGeometryError;
 
 /// Reason why the shared memory cannot be used or a call failed.
 #[derive(Debug, thiserror::Error)]

@@ -3,8 +3,8 @@
 //! The orchestrator corresponds to RingLeader's NIC, and the workers correspond to its datapath OS (NSDI'23).
 //!
 //! * [`ring`]: cursors of a ring with one producer and one consumer
-//! * [`layout`]: sizes and offsets in the shared memory
-//! * [`message`]: RingLeader's interface between cores and NIC (Table 1)
+//! * [`segment_layout`]: sizes and offsets in the shared memory
+//! * [`worker_message`]: RingLeader's interface between cores and NIC (Table 1)
 //! * [`core_queues`]: the orchestrator's side of the memory
 //! * [`worker`]: the workers' side of the memory
 //! * [`serve`]: a worker's loop, whose handlers yield to requests of higher priority
@@ -13,12 +13,12 @@
 pub mod allocation;
 pub mod core_queues;
 mod error;
-pub mod layout;
-pub mod message;
 pub mod ring;
 mod segment;
+pub mod segment_layout;
 pub mod serve;
 pub mod worker;
+pub mod worker_message;
 
 pub use error::RuntimeError;
 pub use segment::SegmentServiceEntry;

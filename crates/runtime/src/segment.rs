@@ -19,7 +19,7 @@ use nix::fcntl::{FcntlArg, fcntl, posix_fallocate};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::error::RuntimeError;
-use crate::layout::{
+use crate::segment_layout::{
     CACHE_LINE_BYTES, CoreCursors, MEMORY_LAYOUT_VERSION, SHARED_MEMORY_MAGIC, SegmentGeometry, SegmentHeader,
     ServiceRecord,
 };

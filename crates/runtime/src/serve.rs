@@ -15,9 +15,9 @@ use coreward_model::dispatch::MAX_SCHEDULED_SERVICES;
 
 use crate::core_queues::slot_client_address;
 use crate::error::RuntimeError;
-use crate::layout::SlotHeader;
-use crate::message::{LoadHintMessage, WorkerMessage};
+use crate::segment_layout::SlotHeader;
 use crate::worker::Worker;
+use crate::worker_message::{LoadHintMessage, WorkerMessage};
 
 /// Default quantum, which is the time for which a request runs before it yields (RingLeader, NSDI'23, Sect. 4.2).
 pub const DEFAULT_REQUEST_QUANTUM: Duration = Duration::from_micros(5);

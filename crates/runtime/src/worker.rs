@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use crate::core_queues::require_free_slot;
 use crate::error::RuntimeError;
-use crate::layout::{MESSAGE_RING_SLOTS, SlotHeader};
-use crate::message::{LoadHintMessage, LoadHintTrigger, WorkerMessage};
 use crate::ring::{RingConsumer, RingProducer};
 use crate::segment::{LivenessLock, SegmentServiceEntry, SharedSegment};
+use crate::segment_layout::{MESSAGE_RING_SLOTS, SlotHeader};
+use crate::worker_message::{LoadHintMessage, LoadHintTrigger, WorkerMessage};
 
 /// Maximum time that the orchestrator may take to accept a worker, or to make room in a full ring.
 pub const ORCHESTRATOR_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);

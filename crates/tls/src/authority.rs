@@ -23,8 +23,8 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use time::OffsetDateTime;
 
+use crate::atomic_file_writes::{self, write_public_file, write_secret};
 use crate::certificate::{Certificate, unix_now};
-use crate::disk::{self, write_public_file, write_secret};
 use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
 /// Tolerated difference between two machines' clocks. A certificate's validity begins this much earlier than its issue.
@@ -224,7 +224,7 @@ impl CertificateAuthority {
                     "previous.crt is not there: expected `switch`, the second step"
                 );
                 self.write_ca_file(&["authority"])?;
-                disk::remove_durably(&self.file_path("previous.crt"))
+                atomic_file_writes::remove_durably(&self.file_path("previous.crt"))
             }
         }
     }
@@ -239,10 +239,10 @@ impl CertificateAuthority {
                  begin again"
             );
             write_public_file(&self.file_path("previous.crt"), &self.read_file("authority.crt")?)?;
-            disk::rename_durably(&self.file_path("next.crt"), &self.file_path("authority.crt"))?;
+            atomic_file_writes::rename_durably(&self.file_path("next.crt"), &self.file_path("authority.crt"))?;
         }
         self.write_ca_file(&["authority", "previous"])?;
-        disk::rename_durably(&self.file_path("next.key"), &self.file_path("authority.key"))
+        atomic_file_writes::rename_durably(&self.file_path("next.key"), &self.file_path("authority.key"))
     }
 
     fn read_key(&self, file: &str) -> anyhow::Result<KeyPair> {

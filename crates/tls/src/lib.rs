@@ -10,13 +10,13 @@
 //! * [`authority`], [`command`]: certificate authority and the command `coreward certs`
 
 pub mod acceptor;
+mod atomic_file_writes;
 pub mod authority;
 pub mod caller;
 pub mod certificate;
 pub mod command;
 pub mod connect;
 mod credentials;
-mod disk;
 pub mod failure;
 mod file_watcher;
 pub mod identity;
@@ -28,9 +28,9 @@ mod tls;
 pub mod verify;
 
 pub use acceptor::{AcceptedConnection, AcceptorLimits, ConnectionAcceptor};
+pub use atomic_file_writes::write_secret;
 pub use caller::ConnectionCaller;
 pub use credentials::{CredentialError, TlsCredentialFiles, read_certificates};
-pub use disk::write_secret;
 pub use file_watcher::FileWatcher;
 pub use identity::{FleetIdentity, FleetRole, IdentityName};
 pub use tls::ReloadableTlsCredentials;

@@ -12,10 +12,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::StreamExt as _;
 
 use crate::acceptor::AcceptedConnection;
+use crate::atomic_file_writes::interruption;
 use crate::authority::{AuthorityRolloverStep, CertificateAuthority, CertificateValidity, DAY};
 use crate::certificate::{CertificateFingerprint, unix_now};
 use crate::connect::GrpcConnector;
-use crate::disk::interruption;
 use crate::failure::{ConnectionFailureCounters, ConnectionFailureReason};
 use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 use crate::io::PlainOrTlsStream;

@@ -3,13 +3,13 @@
 //!
 //! * [`address`]: addresses of servers and services
 //! * [`keys`]: the fleet's cookie keys
-//! * [`mode`]: consistency modes
+//! * [`service_settings`]: consistency modes
 //! * [`rss`]: a server's RSS key and indirection table
 //! * [`rack`]: summaries and configurations of racks
 //! * [`report`]: reports of agents
 //! * [`configuration`]: configurations of load balancers and agents
-//! * [`change`]: changes of configurations
-//! * [`rejected`]: counting and shortening of rejected updates
+//! * [`configuration_change`]: changes of configurations
+//! * [`rejected_updates`]: counting and shortening of rejected updates
 //! * [`table`]: placement tables
 //! * [`traffic`]: traffic counts that load balancers send for policies
 //! * [`health`]: health checks and their results
@@ -19,27 +19,27 @@
 #![deny(missing_docs)]
 
 pub mod address;
-pub mod change;
 pub mod configuration;
+pub mod configuration_change;
 mod error;
 pub mod health;
 pub mod keys;
-pub mod mode;
-mod packed;
+mod packed_numbers;
 pub mod rack;
-pub mod rejected;
+pub mod rejected_updates;
 pub mod report;
 pub mod rss;
 pub mod sanitize;
+pub mod service_settings;
 pub mod sockets;
 pub mod table;
 pub mod traffic;
 
-pub use change::FleetConfigurationChange;
 pub use configuration::{
     AgentConfiguration, AgentService, FleetConfiguration, LB_STATE_MESSAGE_INTERVAL, LOAD_BALANCER_LOSS_TIMEOUT,
     PeerLoadBalancer, PreviousServer, Server, Service, ServiceIndex, UnusableService,
 };
+pub use configuration_change::FleetConfigurationChange;
 pub use error::{WireError, WireErrorContext};
 pub use health::{HealthCheckResultsMessage, ServerCheckResult};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};

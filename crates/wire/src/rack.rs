@@ -15,7 +15,7 @@ use prost::Message as _;
 use crate::address::parse_server_id;
 use crate::report::MAX_REPORTED_CORES;
 use crate::rss::parse_rss_key;
-use crate::{ServiceIndex, WireError, WireErrorContext as _, packed, v1};
+use crate::{ServiceIndex, WireError, WireErrorContext as _, packed_numbers, v1};
 
 /// Maximum number of cores in a histogram bin, which is more than any rack has. No load is above 16 (the model's
 /// `MAX_ACCEPTED_CORE_LOAD`). Load sums over a thousand racks, in units of 2^-32, therefore fit into 64 bits.
@@ -212,18 +212,20 @@ pub fn encode_summary(service: ServiceIndex, summary: &RackSummary) -> v1::RackS
     let to_load_spread = |(class, bins): &(ServerLoadClass, LoadHistogramBins)| v1::LoadSpread {
         weight: class.weight.get(),
         speed: class.relative_core_speed,
-        bin: packed::encode_integers(bins.iter().map(|(bin, _)| u64::from(*bin))),
-        cores: packed::encode_integers(bins.iter().map(|(_, bin)| bin.core_count)),
-        sum: packed::encode_integers(bins.iter().map(|(_, bin)| bin.load_sum)),
+        bin: packed_numbers::encode_integers(bins.iter().map(|(bin, _)| u64::from(*bin))),
+        cores: packed_numbers::encode_integers(bins.iter().map(|(_, bin)| bin.core_count)),
+        sum: packed_numbers::encode_integers(bins.iter().map(|(_, bin)| bin.load_sum)),
     };
     message.spreads = summary.histograms_by_class.iter().map(to_load_spread).collect();
     let to_candidate_list = |list: &BucketCandidateList| v1::CandidateList {
         key: list.key.key_bytes().to_vec().into(),
         input_transform: list.key.input_transform().ethtool_number().into(),
         per_bucket: list.candidates_per_bucket as u32,
-        server: packed::encode_integers(list.candidates.iter().map(|(core, _)| position_of_server(core.server) as u64)),
-        core: packed::encode_integers(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
-        load: packed::encode_doubles(list.candidates.iter().map(|(_, load)| *load)),
+        server: packed_numbers::encode_integers(
+            list.candidates.iter().map(|(core, _)| position_of_server(core.server) as u64),
+        ),
+        core: packed_numbers::encode_integers(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
+        load: packed_numbers::encode_doubles(list.candidates.iter().map(|(_, load)| *load)),
     };
     message.lists = summary.candidate_lists.iter().map(to_candidate_list).collect();
     message
@@ -278,20 +280,20 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<SummarizedServer>, Wir
 }
 
 fn parse_load_spread(message: &v1::LoadSpread) -> Result<(ServerLoadClass, LoadHistogramBins), WireError> {
-    let bin_count = packed::count_integers(&message.bin);
-    check_length("cores", packed::count_integers(&message.cores), bin_count)?;
-    check_length("sum", packed::count_integers(&message.sum), bin_count)?;
+    let bin_count = packed_numbers::count_integers(&message.bin);
+    check_length("cores", packed_numbers::count_integers(&message.cores), bin_count)?;
+    check_length("sum", packed_numbers::count_integers(&message.sum), bin_count)?;
     if !(message.speed.is_finite() && message.speed > 0.0) {
         return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
     }
     let class = ServerLoadClass { weight: parse_server_weight(message.weight)?, relative_core_speed: message.speed };
     let mut bins = LoadHistogramBins::with_capacity(bin_count);
-    let bin_fields = packed::decode_integers(&message.bin)
-        .zip(packed::decode_integers(&message.cores))
-        .zip(packed::decode_integers(&message.sum));
+    let bin_fields = packed_numbers::decode_integers(&message.bin)
+        .zip(packed_numbers::decode_integers(&message.cores))
+        .zip(packed_numbers::decode_integers(&message.sum));
     for ((bin, core_count), sum) in bin_fields {
         let (Some(bin), Some(core_count), Some(sum)) = (bin, core_count, sum) else {
-            return Err(packed::invalid_integer_error("bin, cores, sum"));
+            return Err(packed_numbers::invalid_integer_error("bin, cores, sum"));
         };
         let out_of_range = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadHistogram::BIN_COUNT - 1));
         let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadHistogram::BIN_COUNT).ok_or_else(out_of_range)?;
@@ -317,19 +319,20 @@ fn parse_candidate_list(
     message: &v1::CandidateList,
     server_ids: &[ServerId],
 ) -> Result<BucketCandidateList, WireError> {
-    let candidate_count = packed::count_integers(&message.server);
-    check_length("core", packed::count_integers(&message.core), candidate_count)?;
-    check_length("load", packed::count_doubles("load", &message.load)?, candidate_count)?;
+    let candidate_count = packed_numbers::count_integers(&message.server);
+    check_length("core", packed_numbers::count_integers(&message.core), candidate_count)?;
+    check_length("load", packed_numbers::count_doubles("load", &message.load)?, candidate_count)?;
     if !(1..=u32::from(MAX_CANDIDATES)).contains(&message.per_bucket) {
         let problem = format!("{}: expected 1 to {MAX_CANDIDATES}", message.per_bucket);
         return Err(WireError::new("per_bucket", problem));
     }
-    let server_cores = packed::decode_integers(&message.server).zip(packed::decode_integers(&message.core));
-    packed::decode_doubles(&message.load).try_for_each(|load| check_core_load("load", load))?;
+    let server_cores =
+        packed_numbers::decode_integers(&message.server).zip(packed_numbers::decode_integers(&message.core));
+    packed_numbers::decode_doubles(&message.load).try_for_each(|load| check_core_load("load", load))?;
     let mut candidates = Vec::with_capacity(candidate_count);
-    for ((server, core), load) in server_cores.zip(packed::decode_doubles(&message.load)) {
+    for ((server, core), load) in server_cores.zip(packed_numbers::decode_doubles(&message.load)) {
         let (Some(server), Some(core)) = (server, core) else {
-            return Err(packed::invalid_integer_error("server, core"));
+            return Err(packed_numbers::invalid_integer_error("server, core"));
         };
         let Some(id) = usize::try_from(server).ok().and_then(|position| server_ids.get(position)) else {
             return Err(WireError::new("server", format!("{server}: expected a position below {}", server_ids.len())));
@@ -417,9 +420,9 @@ mod tests {
     }
 
     fn replace_packed_number(numbers: &mut Bytes, position: usize, number: u64) {
-        let mut all_numbers: Vec<u64> = packed::decode_integers(numbers).map(Option::unwrap).collect();
+        let mut all_numbers: Vec<u64> = packed_numbers::decode_integers(numbers).map(Option::unwrap).collect();
         all_numbers[position] = number;
-        *numbers = packed::encode_integers(all_numbers.into_iter());
+        *numbers = packed_numbers::encode_integers(all_numbers.into_iter());
     }
 
     #[test]

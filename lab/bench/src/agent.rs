@@ -5,9 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::cpus::thread_cpu_time;
 use crate::default_args::parse_default_args;
 use crate::namespace::{self, run_ip_command};
+use crate::thread_cpus::thread_cpu_time;
 use anyhow::{Context as _, ensure};
 use coreward_agent::agent::Agent;
 use coreward_agent::config::{self, AgentConfig, ConnectionSteeringMode};

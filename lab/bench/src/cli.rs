@@ -9,8 +9,8 @@ use crate::page::GeneratedPagePart;
 use crate::report::BenchReport;
 use crate::xdp::{self, flood, server, throughput};
 use crate::{
-    agent, conn_count, controller, controller_process, cpu_load, dispatch, environment, idle, orchestrate, page,
-    placement, racks, scale, sim, startup, test_env,
+    agent, conn_count, controller, controller_process, cpu_load, dispatch, environment, idle_connections_bench,
+    orchestrate, page, placement, racks, scale, sim, startup, test_env,
 };
 
 /// Arguments of `coreward-lab bench`.
@@ -44,7 +44,7 @@ enum BenchCommand {
     /// Measure the cost of the agent (needs root)
     Agent(agent::AgentBenchArgs),
     /// Measure the cost of idle connections for other connections at a server (needs root)
-    Idle(idle::IdleBenchArgs),
+    Idle(idle_connections_bench::IdleBenchArgs),
     /// Measure the cost of the agent's count of connections (needs root)
     Counting(conn_count::CountingBenchArgs),
     /// Measure the cost of the controller, with emulated agents
@@ -85,7 +85,7 @@ pub fn run_bench_command(arguments: &BenchArgs) -> anyhow::Result<()> {
         BenchCommand::Orchestrate(args) => arguments.print_report(&orchestrate::run_orchestrate_bench(args)?),
         BenchCommand::CpuLoad(args) => arguments.print_report(&cpu_load::run_cpu_load_bench(args)?),
         BenchCommand::Agent(args) => arguments.print_report(&agent::run_agent_bench(args)?),
-        BenchCommand::Idle(args) => arguments.print_report(&idle::run_idle_bench(args)?),
+        BenchCommand::Idle(args) => arguments.print_report(&idle_connections_bench::run_idle_bench(args)?),
         BenchCommand::Counting(args) => arguments.print_report(&conn_count::run_connection_counting_bench(args)?),
         BenchCommand::Controller(args) => arguments.print_report(&controller::run_controller_bench(args)?),
         BenchCommand::Racks(args) => arguments.print_report(&racks::run_racks_bench(args)?),
@@ -110,7 +110,7 @@ const COST_PAGE_BENCHES: [(&str, BenchFunction); 12] = [
     ("orchestrate", || orchestrate::run_orchestrate_bench(&orchestrate::OrchestrateBenchArgs::default())),
     ("cpu-load", || cpu_load::run_cpu_load_bench(&cpu_load::CpuLoadBenchArgs::default())),
     ("agent", || agent::run_agent_bench(&agent::AgentBenchArgs::default())),
-    ("idle", || idle::run_idle_bench(&idle::IdleBenchArgs::default())),
+    ("idle", || idle_connections_bench::run_idle_bench(&idle_connections_bench::IdleBenchArgs::default())),
     ("counting", || conn_count::run_connection_counting_bench(&conn_count::CountingBenchArgs::default())),
     ("controller", || controller::run_controller_bench(&controller::ControllerBenchArgs::default())),
     ("sim", || sim::run_sim_bench(&sim::SimBenchArgs::default())),

@@ -4,9 +4,9 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Instant;
 
-use crate::cpus::thread_cpu_time;
 use crate::default_args::parse_default_args;
 use crate::namespace::{self, run_ip_command};
+use crate::thread_cpus::thread_cpu_time;
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::sockets::counts::count_connections;
 use coreward_model::statistics::median;

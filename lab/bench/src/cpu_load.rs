@@ -8,11 +8,11 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::cpus::{self, CALLING_THREAD_PID};
 use crate::namespace::{self, run_ip_command, run_script_with_namespace_sysfs};
 use crate::report::{BenchReport, ReportTable, ReportTableCell};
 use crate::run_time::enable_run_time_statistics;
-use crate::xdp::throughput::wire::{LOAD_BALANCER_MAC, NapiThread, VethPair};
+use crate::thread_cpus::{self, CALLING_THREAD_PID};
+use crate::xdp::throughput::veth_pair::{LOAD_BALANCER_MAC, NapiThread, VethPair};
 use crate::xdp::{median_of_rounds, quartile_range_text};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::cpu_load::CpuBusyTimeCounter;
@@ -282,7 +282,7 @@ fn configure_receiving_cpu(
 }
 
 fn send_datagram_bursts((burst_size, pause): (usize, Duration), should_stop: &AtomicBool) -> anyhow::Result<()> {
-    cpus::bind_to_cpu(CALLING_THREAD_PID, SENDER_CPU)?;
+    thread_cpus::bind_to_cpu(CALLING_THREAD_PID, SENDER_CPU)?;
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     while !should_stop.load(Ordering::Relaxed) {
         for _ in 0..burst_size {

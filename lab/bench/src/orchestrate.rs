@@ -17,18 +17,18 @@ use coreward_model::dispatch::{
     RankedService,
 };
 use coreward_model::statistics::median;
-use coreward_orchestrator::engine::{DispatchEngine, DispatchEngineConfig, EngineServiceConfig};
+use coreward_orchestrator::dispatch_engine::{DispatchEngine, DispatchEngineConfig, EngineServiceConfig};
 use coreward_runtime::core_queues::CoreQueues;
-use coreward_runtime::layout::SegmentGeometry;
-use coreward_runtime::message::LoadHintMessage;
+use coreward_runtime::segment_layout::SegmentGeometry;
 use coreward_runtime::serve::{HandlerContext, HandlerReplyAction, HandlerRequest, RequestHandler, ServeOptions};
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
+use coreward_runtime::worker_message::LoadHintMessage;
 use coreward_runtime::{RuntimeError, SegmentServiceEntry};
 
-use crate::cpus::{CALLING_THREAD_PID, bind_to_cpu};
 use crate::report::{
     BenchReport, MeasurementGoal, ReportTable, ReportTableCell, goal_and_verdict_cells, median_min_max,
 };
+use crate::thread_cpus::{CALLING_THREAD_PID, bind_to_cpu};
 
 /// Options of `coreward-lab bench orchestrate`.
 #[derive(Debug, Clone, clap::Args)]

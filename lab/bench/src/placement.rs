@@ -2,7 +2,7 @@
 //! compares weights of an assigned connection in `crossrss-plus`. Its table is part of docs/policies.md.
 
 use comfy_table::Table;
-use coreward_model::arrivals::ConnectionWorkload;
+use coreward_model::arrival_log::ConnectionWorkload;
 use coreward_model::policy::{CrossRssPlusPolicy, PlacementPolicy, create_policy_by_name};
 use coreward_model::replay::{ArrivalReplaySettings, ReplayPlacementMethod, replay_for_variances};
 use coreward_model::statistics::median;

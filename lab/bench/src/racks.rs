@@ -19,11 +19,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
 use crate::controller_process::ControllerProcess;
-use crate::cpus::thread_cpu_time;
 use crate::fake_agent::{FakeAgent, server_name_of_agent};
 use crate::report::{BenchReport, ReportTable};
 use crate::scale::{ScaleMeasurementWindow, add_window_rows, measure_scale_windows};
 use crate::test_env::{self, SharedScaleBenchArgs};
+use crate::thread_cpus::thread_cpu_time;
 
 /// Number of different summaries that each rack sends in turn. They are made before the measurement, because real rack
 /// controllers would make them on other machines.

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use crate::cpus::{self, CALLING_THREAD_PID};
 use crate::namespace::{self, run_ip_command};
+use crate::thread_cpus::{self, CALLING_THREAD_PID};
 use anyhow::{Context as _, ensure};
 use coreward_tls::FleetRole;
 
@@ -69,13 +69,13 @@ where
     let certificate_authority =
         uses_tls.then(|| TestCertificateAuthority::new(&scratch_directory.0.join("certificates"))).transpose()?;
     // A process inherits the CPU of the thread that starts it.
-    cpus::bind_to_cpu(CALLING_THREAD_PID, 0)?;
+    thread_cpus::bind_to_cpu(CALLING_THREAD_PID, 0)?;
     let mut controller = ControllerProcess::start(
         &controller::build_fleet_document(fleet_args),
         certificate_authority,
         &scratch_directory.0,
     )?;
-    cpus::bind_to_cpu(CALLING_THREAD_PID, 1)?;
+    thread_cpus::bind_to_cpu(CALLING_THREAD_PID, 1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         controller.wait_until_listening().await?;

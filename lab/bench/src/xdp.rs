@@ -6,10 +6,10 @@ mod established;
 pub mod flood;
 mod goals;
 mod interleaved;
+mod operation_times;
 mod runner;
 pub mod server;
 pub mod throughput;
-mod units;
 mod workload;
 
 use std::os::fd::AsFd as _;
@@ -132,7 +132,8 @@ pub fn run_xdp_bench(args: &XdpBenchArgs) -> anyhow::Result<BenchReport> {
         .map(|case| measure_case_separately(case, args).with_context(|| case.to_string()))
         .collect::<anyhow::Result<_>>()?;
     ensure!(!(established_costs.is_empty() && separate_cases.is_empty()), "no case has {:?} in its name", args.only);
-    let operation_table = if args.only.is_some() { None } else { Some(units::measure_bpf_operations(&args.length)?) };
+    let operation_table =
+        if args.only.is_some() { None } else { Some(operation_times::measure_bpf_operations(&args.length)?) };
     Ok(build_xdp_report(&established_costs, &separate_cases, operation_table, args))
 }
 

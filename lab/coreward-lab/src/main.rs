@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser as _};
 use coreward_bench::cli::{self as bench, BenchArgs};
-use coreward_cli::shell::CliDocumentationCommand;
+use coreward_cli::cli_documentation::CliDocumentationCommand;
 use coreward_cli::{exit_status, print_to_stdout};
 use coreward_fuzz::cli::{self as fuzz, FuzzArgs};
 use coreward_load::cli::{self as load, LoadGeneratorArgs};

@@ -8,8 +8,8 @@ use coreward_intf as intf;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-use crate::change::ModelDifference;
-use crate::epoch::{self, FuzzEpoch};
+use crate::fuzz_epoch::{self, FuzzEpoch};
+use crate::state_change::ModelDifference;
 
 /// Limit at which a fuzz campaign ends, unless it finds a difference between program and model earlier.
 #[derive(Debug, Clone, Copy)]
@@ -104,12 +104,12 @@ impl FuzzCampaign {
     fn epoch_packet_count(&self, epoch_offset: u64, start: Instant) -> Option<u64> {
         match self.limit {
             FuzzCampaignLimit::MaxPacketCount(packet_total) => {
-                let packets_before_epoch = epoch_offset * epoch::PACKETS_PER_EPOCH;
+                let packets_before_epoch = epoch_offset * fuzz_epoch::PACKETS_PER_EPOCH;
                 (packets_before_epoch < packet_total)
-                    .then(|| epoch::PACKETS_PER_EPOCH.min(packet_total - packets_before_epoch))
+                    .then(|| fuzz_epoch::PACKETS_PER_EPOCH.min(packet_total - packets_before_epoch))
             }
             FuzzCampaignLimit::MaxDuration(max_duration) => {
-                (start.elapsed() < max_duration).then_some(epoch::PACKETS_PER_EPOCH)
+                (start.elapsed() < max_duration).then_some(fuzz_epoch::PACKETS_PER_EPOCH)
             }
         }
     }
@@ -123,7 +123,7 @@ impl FuzzCampaign {
         start: Instant,
         has_ended: &AtomicBool,
         counts_by_outcome: &mut [u64],
-    ) -> anyhow::Result<(u64, Option<epoch::ModelMismatch>)> {
+    ) -> anyhow::Result<(u64, Option<fuzz_epoch::ModelMismatch>)> {
         const PACKETS_PER_LIMIT_CHECK: u64 = 8192;
         let mut epoch = FuzzEpoch::new(self.epoch_seed(self.first_epoch_number + epoch_offset), true)?;
         let mut compared_packet_count = 0;

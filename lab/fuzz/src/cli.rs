@@ -7,8 +7,8 @@ use coreward_model::forwarding::ForwardingMode;
 
 use crate::campaign::{FuzzCampaign, FuzzCampaignLimit, FuzzCampaignSummary, FuzzEpochFailure};
 use crate::consistency;
-use crate::epoch::FuzzEpochStep;
 use crate::frame::format_hex;
+use crate::fuzz_epoch::FuzzEpochStep;
 use crate::shrink::shrink_failing_epoch;
 
 /// Arguments of `coreward-lab fuzz`.

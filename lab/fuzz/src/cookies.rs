@@ -22,10 +22,10 @@ use coreward_model::lb::{ServerMapEntry, TokenBucketSelector};
 use coreward_model::tuple::TransportProtocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
-use crate::change::LoadBalancerStateChange;
 use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::{FuzzHarness, FuzzHarnessSetup, LOAD_BALANCER_MAC, TIME_KEY};
+use crate::state_change::LoadBalancerStateChange;
 
 const SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const TCP_FLAG_ACK: u8 = 0x10;

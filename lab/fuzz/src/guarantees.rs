@@ -11,9 +11,9 @@ use std::net::{IpAddr, SocketAddr};
 use coreward_model::lb::{MacAddress, TableOwnerReachability};
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::change::{LoadBalancerStateChange, ModelDifference};
 use crate::frame::{ETHERNET_HEADER_BYTES, PROTOCOL_TCP, PROTOCOL_UDP, format_hex};
-use crate::ipv6;
+use crate::ipv6_translation;
+use crate::state_change::{LoadBalancerStateChange, ModelDifference};
 
 /// Expected state of a service after all changes so far, with its known UDP flows.
 #[derive(Debug)]
@@ -59,7 +59,7 @@ fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
     const SYN_ACK_FIN_RST_MASK: u8 = 0x17;
     let read_u16_at =
         |bytes: &[u8], offset: usize| Some(u16::from_be_bytes([*bytes.get(offset)?, *bytes.get(offset + 1)?]));
-    if let Some(headers) = ipv6::parse_frame(frame) {
+    if let Some(headers) = ipv6_translation::parse_frame(frame) {
         let transport_header =
             frame.get(headers.transport_offset..).filter(|_| !headers.is_later_fragment).unwrap_or_default();
         let tcp_flags = transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST_MASK;

@@ -20,11 +20,11 @@ use coreward_model::lb::{
 use coreward_model::lb_stamping::ServerClock;
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::change::{LoadBalancerStateChange, ModelDifference};
 use crate::frame::{ETHERNET_HEADER_BYTES, format_hex, ones_complement_sum, strip_vlan_tag};
 use crate::guarantees::ForwardingGuaranteeChecker;
-use crate::memory::{COUNTER_U64_COUNT, ProgramMaps};
+use crate::program_maps::{COUNTER_U64_COUNT, ProgramMaps};
 use crate::server_networks::{SERVER_VLAN_IDS, broadcast_vlan, server_tunnel_endpoint, server_vlan, vlan_from_id};
+use crate::state_change::{LoadBalancerStateChange, ModelDifference};
 
 /// XDP action, from linux/bpf.h, that sends the packet back out of the device on which it arrived.
 const XDP_TX: i32 = 3;

@@ -2,8 +2,8 @@
 
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
-use crate::gen_state::PacketGeneratorState;
 use crate::harness::LOAD_BALANCER_MAC;
+use crate::packet_generator_state::PacketGeneratorState;
 
 /// Minimum length of a frame that the kernel accepts for a test run (bytes).
 pub const MIN_FRAME_BYTES: usize = 14;

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use crate::change::ModelDifference;
-use crate::epoch::{FuzzEpoch, FuzzEpochStep};
+use crate::fuzz_epoch::{FuzzEpoch, FuzzEpochStep};
 use crate::harness::{FuzzHarness, FuzzHarnessSetup};
 use crate::mutate::MIN_FRAME_BYTES;
+use crate::state_change::ModelDifference;
 
 /// Maximum duration of the shrinking, after which the smallest sequence found so far is returned.
 const SHRINK_TIMEOUT: Duration = Duration::from_secs(90);

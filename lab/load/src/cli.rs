@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use coreward_sim::output::{PrintableResult as _, SimulationResultFormat};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::arrivals::{RequestArrivalProcess, RequestArrivalSchedule};
+use crate::arrival_schedule::{RequestArrivalProcess, RequestArrivalSchedule};
 use crate::dns::DnsQuery;
 use crate::event_loop::now_ns;
 use crate::generator::{self, LoadRunPhaseDurations, RequestStream};

@@ -6,9 +6,9 @@
 
 use std::io;
 
-use crate::arrivals::RequestArrivalSchedule;
+use crate::arrival_schedule::RequestArrivalSchedule;
 use crate::event_loop::now_ns;
-use crate::outstanding::{OutstandingRequests, RequestAnswerOutcome, SentRequest};
+use crate::outstanding_requests::{OutstandingRequests, RequestAnswerOutcome, SentRequest};
 use crate::results::LoadRunResults;
 use crate::transport::{RequestTransport, TransportAnswer};
 use crate::workload::RequestWorkload;

@@ -103,7 +103,7 @@ mod tests {
     use hdrhistogram::serialization::interval_log::{IntervalLogIterator, LogEntry};
 
     use super::*;
-    use crate::outstanding::SentRequest;
+    use crate::outstanding_requests::SentRequest;
 
     /// Returns the start, duration, tag and histogram of every line of the log.
     fn read_log(path: &Path) -> Vec<(Duration, Duration, String, Histogram<u64>)> {

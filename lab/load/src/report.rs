@@ -207,7 +207,7 @@ fn format_latency_us(microseconds: Option<f64>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::outstanding::SentRequest;
+    use crate::outstanding_requests::SentRequest;
 
     #[test]
     fn report_is_deserialized_from_json_without_loss() {

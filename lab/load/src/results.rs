@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use hdrhistogram::Histogram;
 
-use crate::outstanding::SentRequest;
+use crate::outstanding_requests::SentRequest;
 use crate::transport::{AnsweringWorker, TransportErrorCounts};
 
 /// Results of the requests in one class.

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::guest::QemuGuest;
-use crate::wire::{IPV4_SYN_DESTINATION, IPV6_SYN_DESTINATION, MEASURED_FLOW_COUNT};
+use crate::guest_tap::{IPV4_SYN_DESTINATION, IPV6_SYN_DESTINATION, MEASURED_FLOW_COUNT};
 
 /// Maximum time until a daemon is ready. Under emulation, the BPF verifier alone takes seconds.
 pub const DAEMON_START_TIMEOUT: Duration = Duration::from_secs(60);

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow, ensure};
 
 use crate::agent::{self, ControllerAndAgent, RssWatchOutput};
+use crate::check_tally::CheckTally;
 use crate::forwarding;
 use crate::guest::{GuestHardware, NIC_QUEUE_COUNT, NicModel, QemuGuest};
+use crate::guest_tap::{GuestTap, IPV4_SYN_DESTINATION, MEASURED_FLOW_COUNT};
 use crate::initrd;
 use crate::packages::FetchedPackages;
 use crate::rss::{self, RssMeasurement};
-use crate::tally::CheckTally;
-use crate::wire::{GuestTap, IPV4_SYN_DESTINATION, MEASURED_FLOW_COUNT};
 
 /// Files of the host that all guests need.
 pub struct HostTestFiles {

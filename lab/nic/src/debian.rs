@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 
 use crate::guest::{GuestHardware, QemuGuest};
+use crate::host_commands::{command_tied_to_parent, run_command_to_end};
 use crate::initrd::{self, EXECUTABLE_MODE, WORLD_READABLE_MODE};
 use crate::packages::{self, FetchedPackages};
-use crate::process::{command_tied_to_parent, run_command_to_end};
 
 /// Version of the guests' kernel, which is the default of the Debian release.
 const DEBIAN_KERNEL_VERSION: &str = "6.1";

@@ -13,11 +13,11 @@ use coreward_model::FourTuple;
 use serde_json::Value;
 
 use crate::agent::{self, DAEMON_START_TIMEOUT, poll_guest_until_some};
+use crate::check_tally::CheckTally;
+use crate::emulated_hosts::{HostEmulator, host_mac};
 use crate::guest::{NIC_QUEUE_COUNT, QemuGuest, QemuMonitor};
+use crate::guest_tap::{FORWARDED_PACKET_DESTINATION, GuestTap, IPV4_SYN_DESTINATION, flows_of_round};
 use crate::rss;
-use crate::segment::{HostEmulator, host_mac};
-use crate::tally::CheckTally;
-use crate::wire::{FORWARDED_PACKET_DESTINATION, GuestTap, IPV4_SYN_DESTINATION, flows_of_round};
 
 /// Last byte of the IPv4 address of each server, `s1` and `s2`.
 const SERVER_ADDRESS_LAST_BYTES: [u8; 2] = [11, 12];

@@ -7,9 +7,9 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result};
 
+use crate::host_commands::{command_tied_to_parent, run_command_to_end};
 use crate::kernel;
 use crate::packages::FetchedPackages;
-use crate::process::{command_tied_to_parent, run_command_to_end};
 
 const DIRECTORY_MODE: u32 = 0o040_755;
 pub const EXECUTABLE_MODE: u32 = 0o100_755;

@@ -7,11 +7,13 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use crate::check_tally::CheckTally;
 use crate::debian::{DebianMachine, NamedGuestFile};
 use crate::guest::QemuGuest;
 use crate::packages::FetchedPackages;
-use crate::tally::CheckTally;
-use crate::units::{self, DAEMON_SETTLE_TIMEOUT, GuestCheck, retry_until_ok, run_apt_get, start_command_in_namespace};
+use crate::systemd_unit_checks::{
+    self, DAEMON_SETTLE_TIMEOUT, GuestCheck, retry_until_ok, run_apt_get, start_command_in_namespace,
+};
 
 const IPVS_GUEST_NAME: &str = "Debian with IPVS";
 /// Number of connections in each group that is held open.
@@ -159,10 +161,10 @@ fn ipvs_guest_files() -> Vec<NamedGuestFile> {
         ("etc/test-network", NETWORK_SETUP_SCRIPT),
         ("etc/test-hold", HOLD_CONNECTIONS_SCRIPT),
         ("etc/test-diagnosis", DIAGNOSIS_SCRIPT),
-        ("etc/test-request", units::SEND_REQUEST_SCRIPT),
-        ("etc/test-load", units::REPEATED_CONNECTIONS_SCRIPT),
+        ("etc/test-request", systemd_unit_checks::SEND_REQUEST_SCRIPT),
+        ("etc/test-load", systemd_unit_checks::REPEATED_CONNECTIONS_SCRIPT),
         ("etc/keepalived/test.conf", KEEPALIVED_CONFIG),
-        ("etc/coreward/controller.toml", &units::controller_config("10.2.0.9")),
+        ("etc/coreward/controller.toml", &systemd_unit_checks::controller_config("10.2.0.9")),
         ("etc/coreward/fleet.toml", FLEET_DOCUMENT),
         ("etc/coreward/lb.toml", LB_CONFIG),
     ]
@@ -186,7 +188,7 @@ pub fn check_migration_from_ipvs(
     tally: &mut CheckTally,
 ) -> Result<()> {
     let debian_machine = DebianMachine::new(packages, cache_directory, "ipvs", &ipvs_guest_files(), package_directory)?;
-    units::run_checks_in_namespaces(IPVS_GUEST_NAME, &debian_machine, &MIGRATION_CHECKS, command, tally)
+    systemd_unit_checks::run_checks_in_namespaces(IPVS_GUEST_NAME, &debian_machine, &MIGRATION_CHECKS, command, tally)
 }
 
 /// Names and functions of the checks. Each check starts in the state that the previous one has left.

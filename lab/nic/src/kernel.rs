@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::process::{command_tied_to_parent, run_command_to_end};
+use crate::host_commands::{command_tied_to_parent, run_command_to_end};
 
 /// Kernel modules that guests load, without their dependencies. Some of them are built into Debian's kernels.
 pub const GUEST_KERNEL_MODULES: [&str; 19] = [

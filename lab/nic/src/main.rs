@@ -4,31 +4,31 @@
 //! * [`packages`]: QEMU, busybox, ethtool and the kernels, which are fetched from Debian but not installed
 //! * [`kernel`], [`initrd`]: kernel and initial file system that a guest boots
 //! * [`guest`]: QEMU, and commands over the serial line
-//! * [`wire`]: the network namespace and the sender of SYNs
+//! * [`guest_tap`]: the network namespace and the sender of SYNs
 //! * [`rss`]: settings that the NIC shows, and its actual behaviour
 //! * [`agent`]: the tested agent in the guest
-//! * [`forwarding`], [`segment`]: a server that forwards packets, and the other machines of its network
+//! * [`forwarding`], [`emulated_hosts`]: a server that forwards packets, and the other machines of its network
 //! * [`cases`]: guests and their checks
 //!
-//! `make test-units` (option `--units`) runs [`units`], [`ipvs`] and [`networks`], in guests with Debian and systemd
-//! ([`debian`]).
+//! `make test-units` (option `--units`) runs [`systemd_unit_checks`], [`ipvs`] and [`networks`], in guests with Debian
+//! and systemd ([`debian`]).
 
 mod agent;
 mod cases;
+mod check_tally;
 mod debian;
+mod emulated_hosts;
 mod forwarding;
 mod guest;
+mod guest_tap;
+mod host_commands;
 mod initrd;
 mod ipvs;
 mod kernel;
 mod networks;
 mod packages;
-mod process;
 mod rss;
-mod segment;
-mod tally;
-mod units;
-mod wire;
+mod systemd_unit_checks;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -40,8 +40,8 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::cases::{GUEST_CASES, HostTestFiles};
+use crate::check_tally::CheckTally;
 use crate::packages::FetchedPackages;
-use crate::tally::CheckTally;
 
 /// Checks the agent against real NIC drivers in QEMU guests.
 #[derive(Parser)]
@@ -91,7 +91,7 @@ type CheckDebianGuest = fn(&FetchedPackages, &Path, &Path, Option<&str>, &mut Ch
 
 /// Names of the guests with Debian, with the functions that check them.
 const DEBIAN_GUEST_CHECKS: [(&str, CheckDebianGuest); 3] = [
-    ("Debian with systemd", units::check_debian_packages),
+    ("Debian with systemd", systemd_unit_checks::check_debian_packages),
     ("Debian with IPVS", ipvs::check_migration_from_ipvs),
     ("Debian with bonds, VLANs and tunnels", networks::check_networks),
 ];
@@ -129,7 +129,7 @@ fn prepare_test_files(arguments: &NicTestArguments) -> Result<(HostTestFiles, Fl
     // A guest with systemd has its network inside, so this process needs no namespace. The guest's root file system is
     // fetched later.
     if arguments.units.is_none() {
-        wire::enter_network_namespace()?;
+        guest_tap::enter_network_namespace()?;
     }
     Ok((
         HostTestFiles { packages, coreward_binary: arguments.coreward.clone(), log_directory: cache_directory },

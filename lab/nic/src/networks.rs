@@ -6,11 +6,11 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use crate::check_tally::CheckTally;
 use crate::debian::{DebianMachine, NamedGuestFile};
 use crate::guest::QemuGuest;
 use crate::packages::FetchedPackages;
-use crate::tally::CheckTally;
-use crate::units::{self, DAEMON_SETTLE_TIMEOUT, GuestCheck, retry_until_ok, run_apt_get};
+use crate::systemd_unit_checks::{self, DAEMON_SETTLE_TIMEOUT, GuestCheck, retry_until_ok, run_apt_get};
 
 const NETWORKS_GUEST_NAME: &str = "Debian with bonds, VLANs and tunnels";
 /// Number of connections that are opened in each check.
@@ -153,7 +153,7 @@ fn network_guest_files() -> Vec<NamedGuestFile> {
     [
         ("etc/test-network", NETWORK_SETUP_SCRIPT.to_owned()),
         ("etc/test-request", OPEN_CONNECTIONS_SCRIPT.to_owned()),
-        ("etc/coreward/controller.toml", units::controller_config("10.2.0.9")),
+        ("etc/coreward/controller.toml", systemd_unit_checks::controller_config("10.2.0.9")),
         ("etc/coreward/fleet.toml", FLEET_DOCUMENT.to_owned()),
         ("etc/coreward/lb.toml", LB_CONFIG.to_owned()),
         ("etc/coreward/s1.toml", AGENT_CONFIG.to_owned()),
@@ -174,7 +174,7 @@ pub fn check_networks(
 ) -> Result<()> {
     let debian_machine =
         DebianMachine::new(packages, cache_directory, "networks", &network_guest_files(), package_directory)?;
-    units::run_checks_in_namespaces(NETWORKS_GUEST_NAME, &debian_machine, &NETWORK_CHECKS, command, tally)
+    systemd_unit_checks::run_checks_in_namespaces(NETWORKS_GUEST_NAME, &debian_machine, &NETWORK_CHECKS, command, tally)
 }
 
 /// Names and functions of the checks. Each check starts in the state that the previous one has left.
@@ -194,11 +194,11 @@ fn start_daemons(guest: &mut QemuGuest) -> Result<String> {
         ("s1", "s1", "coreward agent --config /etc/coreward/s1.toml"),
     ];
     for (unit, host, command) in daemons {
-        units::start_command_in_namespace(guest, &format!("coreward-{unit}"), host, command)?;
+        systemd_unit_checks::start_command_in_namespace(guest, &format!("coreward-{unit}"), host, command)?;
     }
     for server in ["s1", "s2"] {
         let command = format!("nginx -c /etc/test-nginx-{server} -g \"daemon off;\"");
-        units::start_command_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
+        systemd_unit_checks::start_command_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
     retry_until_ok(DAEMON_SETTLE_TIMEOUT, || {
         let status = fetch_fleet_status(guest)?;

@@ -12,8 +12,8 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result};
 
+use crate::host_commands::{command_tied_to_parent, run_command_to_end};
 use crate::kernel;
-use crate::process::{command_tied_to_parent, run_command_to_end};
 
 /// Kernel versions, each with the metapackage that depends on the package of its newest point release.
 const KERNEL_PACKAGES: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];

@@ -9,7 +9,7 @@ use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 
 use crate::guest::{NicModel, QemuGuest};
-use crate::wire::{FLOWS_PER_IP_VERSION, GuestTap, measured_flows, outer_gue_flows};
+use crate::guest_tap::{FLOWS_PER_IP_VERSION, GuestTap, measured_flows, outer_gue_flows};
 
 /// Maximum time until a SYN appears in the guest's counters.
 const SYN_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);

@@ -7,15 +7,15 @@
 pub mod cli;
 pub mod figure;
 pub mod lb;
-pub mod names;
 pub mod output;
 pub mod path;
 pub mod pcc;
 pub mod random;
-pub mod range;
 pub mod rpc;
 pub mod seed_summary;
 pub mod trace;
+pub mod unknown_name;
+pub mod value_range;
 
 use rayon::prelude::*;
 

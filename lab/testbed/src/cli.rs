@@ -2,7 +2,7 @@
 
 use crate::{
     chaos, conformance, dispatch_soak, instance, key_value, knot_benchmark, load, orchestrated_server, paced_server,
-    pcc, stream,
+    pcc, stream_connections,
 };
 
 /// Options of `coreward-lab testbed`.
@@ -23,9 +23,9 @@ enum TestbedCommand {
     /// Replay an arrival log against a service and print the results as JSON
     Load(load::LoadClientArgs),
     /// Serve long connections, in several network namespaces at once
-    StreamServer(stream::server::StreamServerArgs),
+    StreamServer(stream_connections::server::StreamServerArgs),
     /// Open long connections and print their results per second as JSON
-    StreamClient(stream::client::StreamClientArgs),
+    StreamClient(stream_connections::client::StreamClientArgs),
     /// Count broken connections while servers and load balancers join and leave; print one run as JSON
     Pcc(pcc::PccMeasurementArgs),
     /// Run curl, wrk and nginx through the load balancer while tables and pool change; print the results as JSON
@@ -52,8 +52,8 @@ pub fn run_testbed_command(args: &TestbedArgs) -> anyhow::Result<()> {
         TestbedCommand::KeyValueServer(args) => key_value::server::run_key_value_server(args),
         TestbedCommand::OrchestratedServer(args) => orchestrated_server::run_orchestrated_server(args),
         TestbedCommand::Load(args) => load::run_load_client(args),
-        TestbedCommand::StreamServer(args) => stream::server::run_stream_server(args),
-        TestbedCommand::StreamClient(args) => stream::client::run_stream_client(args),
+        TestbedCommand::StreamServer(args) => stream_connections::server::run_stream_server(args),
+        TestbedCommand::StreamClient(args) => stream_connections::client::run_stream_client(args),
         TestbedCommand::Pcc(args) => pcc::main(args),
         TestbedCommand::Conformance(options) => conformance::main(*options),
         TestbedCommand::Chaos(options) => chaos::main(options),

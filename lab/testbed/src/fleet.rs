@@ -5,9 +5,9 @@
 
 mod daemons;
 mod files;
+mod fleet_readiness;
 mod names;
 mod options;
-mod ready;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -31,12 +31,12 @@ pub use daemons::{
 pub use files::{
     certificate_directory, core_load_file_path, credential_directory, credential_file_paths, issue_certificate,
 };
+pub(crate) use fleet_readiness::as_array_or_empty;
 pub use names::{
     CONTROLLER_PORT, FIRST_CONTROLLER_NAME, agent_name, controller_address, controller_api_address, controller_name,
     first_controller_address, rack_controller_listen_address,
 };
 pub use options::{CoreLoadSource, ServerAdminState, TestbedFleetOptions};
-pub(crate) use ready::as_array_or_empty;
 
 use daemons::start_daemon;
 use files::{

@@ -15,8 +15,8 @@
 //! * [`emulated_server`]: event loop and worker processes of such servers
 //! * [`load`]: replays an arrival log; [`connection_errors`]: kinds of broken connections
 //! * [`knot_benchmark`]: unmodified Knot DNS with and without `coreward dispatch`
-//! * [`stream`]: servers and clients of long connections; [`pcc`]: counts broken ones
-//! * [`chaos`]: faults while clients connect; [`preload`]: a wall clock and a disk for each daemon
+//! * [`stream_connections`]: servers and clients of long connections; [`pcc`]: counts broken ones
+//! * [`chaos`]: faults while clients connect; [`preloaded_faults`]: a wall clock and a disk for each daemon
 //! * [`dispatch_soak`]: `coreward dispatch` under faults
 //! * [`dispatch_figure`]: figures of `coreward dispatch` with real servers
 //! * [`doc_runner`]: runs the commands in documents
@@ -40,7 +40,7 @@ mod emulated_server;
 pub mod fleet;
 pub mod http;
 pub mod instance;
-mod interrupt;
+mod interrupt_flag;
 pub mod key_value;
 pub mod knot_benchmark;
 pub mod load;
@@ -50,11 +50,11 @@ pub mod nginx;
 pub mod orchestrated_server;
 pub mod paced_server;
 pub mod pcc;
-pub mod preload;
+pub mod preloaded_faults;
 pub mod process;
 pub mod rss_emulation;
 pub mod server_router;
-pub mod stream;
+pub mod stream_connections;
 pub mod topology;
 pub mod uplink;
 pub mod vlans;

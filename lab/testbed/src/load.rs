@@ -12,7 +12,7 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, ensure};
-use coreward_model::arrivals::{ArrivalLog, ConnectionArrival};
+use coreward_model::arrival_log::{ArrivalLog, ConnectionArrival};
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
@@ -20,7 +20,7 @@ use zerocopy::IntoBytes as _;
 
 use crate::connection_errors::{BrokenConnectionCounts, CONNECTION_DATA_TIMEOUT_NS, ConnectionFailure};
 use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
-use coreward_load::paced::{PACED_MESSAGE_BYTES, PacedMessageBuffer, PacedRequest, PacedResponse};
+use coreward_load::paced_protocol::{PACED_MESSAGE_BYTES, PacedMessageBuffer, PacedRequest, PacedResponse};
 
 /// Interval between checks for timed-out connections (ns).
 const CONNECTION_TIMEOUT_CHECK_INTERVAL_NS: u64 = 500_000_000;

@@ -18,12 +18,12 @@ use coreward_model::dispatch::{
 };
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::SharedCoreAllocator;
-use coreward_runtime::message::{LoadHintMessage, LoadHintTrigger};
 use coreward_runtime::serve::{self, HandlerReplyAction, HandlerRequest, RequestHandler, ServeCounters, ServeOptions};
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
+use coreward_runtime::worker_message::{LoadHintMessage, LoadHintTrigger};
 
 use crate::core_load_file::SharedCounterFile;
-use crate::interrupt;
+use crate::interrupt_flag;
 use crate::key_value::rocksdb::RocksDb;
 use crate::key_value::store::{InMemoryStore, KeyValueDatabase, MAX_ADDED_PAIR_COUNT};
 use core_clock::CoreClock;
@@ -185,7 +185,7 @@ fn open_database(args: &OrchestratedServerArgs) -> anyhow::Result<Box<dyn KeyVal
 /// Serves requests until SIGINT or SIGTERM, and then prints the number of requests that each core served, as JSON.
 /// Fails when signals cannot be handled, or when the database cannot be opened.
 pub fn run_orchestrated_server(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
-    interrupt::catch_signals()?;
+    interrupt_flag::catch_signals()?;
     let database = open_database(args)?;
     let core_count = args.cores.iter().max().map_or(0, |last| last + 1);
     let needs_allocator = args.assignment != CoreAssignmentMode::CompleteShare;
@@ -223,7 +223,7 @@ pub fn run_orchestrated_server(args: &OrchestratedServerArgs) -> anyhow::Result<
 /// connected.
 fn wait_for_signal(args: &OrchestratedServerArgs, shared_state: &SharedServerState) -> anyhow::Result<()> {
     let mut unpublished_file = shared_state.core_load_file.as_ref().zip(args.busy_file.as_ref());
-    while interrupt::ensure_not_interrupted().is_ok() {
+    while interrupt_flag::ensure_not_interrupted().is_ok() {
         if shared_state.connected_worker_count.load(Relaxed) >= args.cores.len()
             && let Some((core_load_file, path)) = unpublished_file.take()
         {

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::bail;
-use coreward_load::paced::{MAX_SERVICE_TIME_US, PacedMessageBuffer, PacedRequest, PacedResponse};
+use coreward_load::paced_protocol::{MAX_SERVICE_TIME_US, PacedMessageBuffer, PacedRequest, PacedResponse};
 use nix::sys::wait::wait;
 use zerocopy::IntoBytes as _;
 

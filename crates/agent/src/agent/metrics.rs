@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use coreward_metrics::component;
-use coreward_metrics::component::{CONFIGURATION_GENERATION, SERVER_WARNINGS};
+use coreward_metrics::message_metrics;
+use coreward_metrics::message_metrics::{CONFIGURATION_GENERATION, SERVER_WARNINGS};
+use coreward_metrics::metric_declarations::MetricKind::{Counter, Gauge};
+use coreward_metrics::metric_declarations::{Component, MetricFamily, declare_family};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::MetricsSnapshot;
-use coreward_metrics::table::MetricKind::{Counter, Gauge};
-use coreward_metrics::table::{Component, MetricFamily, declare_family};
 
 use super::Agent;
 use super::report::counters_by_name;
@@ -32,7 +32,7 @@ impl Agent {
     /// Returns the current value of every metric. Cores' busy times are those of the newest report. `extra_warnings`
     /// are warnings about the connection to the controller.
     pub fn metrics_snapshot(&self, extra_warnings: &[String]) -> MetricsSnapshot {
-        let mut snapshot = component::base_metrics_snapshot(Component::Agent);
+        let mut snapshot = message_metrics::base_metrics_snapshot(Component::Agent);
         let server_name = self.config.server.as_str();
         snapshot.add_value(&CONFIGURATION_GENERATION, [], self.confirmed_config_generation() as f64);
         snapshot.add_value(&AGENT_REPORTS_TOTAL, [], self.report_sequence_number as f64);
@@ -49,7 +49,7 @@ impl Agent {
         }
         let counters = counters_by_name(&self.bpf_programs.counters(), &self.steering).into_iter();
         let counters: BTreeMap<String, u64> = counters.chain(self.decapsulator.named_counters()).collect();
-        component::add_server_counters(
+        message_metrics::add_server_counters(
             &mut snapshot,
             server_name,
             self.syn_match_and_mismatch_counts(),
@@ -57,7 +57,7 @@ impl Agent {
         );
         let dispatched_services =
             self.dispatcher.as_ref().map(dispatch::dispatched_service_reports).unwrap_or_default();
-        component::add_dispatch_counters(&mut snapshot, server_name, &dispatched_services);
+        message_metrics::add_dispatch_counters(&mut snapshot, server_name, &dispatched_services);
         snapshot
     }
 }

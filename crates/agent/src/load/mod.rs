@@ -2,11 +2,11 @@
 //!
 //! * [`cpu`]: busy times of the CPUs that serve the receive queues
 //! * [`published`]: busy times of emulated cores, from a file that the server application writes
-//! * [`queues`]: the CPU that serves each receive queue
+//! * [`receive_queue_cpus`]: the CPU that serves each receive queue
 
 pub mod cpu;
 pub mod published;
-pub mod queues;
+pub mod receive_queue_cpus;
 
 /// Source of the cores' busy times.
 pub trait LoadSource: Send {

@@ -4,9 +4,9 @@
 //! [`ConnectionSteering::update_sockets_and_list_warnings`] compares its listening sockets with the steered ones. A
 //! difference means that the application started, was reloaded with another number of workers, or respawned a worker.
 //! Then the epoll sets of all processes are searched ([`coreward_dataplane::listeners`]), new sockets are stored in the
-//! BPF array, and queues are assigned to them ([`assign`]).
+//! BPF array, and queues are assigned to them ([`socket_assignment`]).
 
-pub mod assign;
+pub mod socket_assignment;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -186,7 +186,7 @@ impl SteeredService {
             return Ok(Some("not every listening socket has a worker".to_owned()));
         };
         let queues_without_worker =
-            assign::assign_listeners_to_queues(steering_mode, &steered_sockets.listeners, cpu_of_queue)
+            socket_assignment::assign_listeners_to_queues(steering_mode, &steered_sockets.listeners, cpu_of_queue)
                 .iter()
                 .filter(|listener_index| listener_index.is_none())
                 .count();
@@ -269,8 +269,11 @@ impl SteeredService {
             }
         }
         let queue_count = cpu_of_queue.len().min(intf::MAX_STEERED_QUEUES as usize);
-        let listener_of_queue =
-            assign::assign_listeners_to_queues(steering_mode, waiting_listeners, &cpu_of_queue[..queue_count]);
+        let listener_of_queue = socket_assignment::assign_listeners_to_queues(
+            steering_mode,
+            waiting_listeners,
+            &cpu_of_queue[..queue_count],
+        );
         let slot_of_queue: Vec<Option<u32>> = listener_of_queue
             .into_iter()
             .map(|listener_index| listener_index.map(|index| listener_slots[index]))

@@ -4,8 +4,8 @@ use axum::Extension;
 use axum::extract::State;
 use coreward_api::Caller;
 use coreward_api::types::{Audit, AuditQuery, EventId, LoadBalancers, MAX_SAFE_INTEGER, SubjectKind};
-use coreward_http::extract::{Path, Query};
-use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_json_answer};
+use coreward_http::request_extractors::{Path, Query};
+use coreward_http::request_work::{JsonAnswer, RequestWorkSize, compute_json_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;

@@ -4,7 +4,7 @@ use axum::Extension;
 use axum::extract::State;
 use coreward_api::Caller;
 use coreward_api::types::{DrainServer, DrainStatus, EventId, SubjectKind};
-use coreward_http::extract::{Json, Path};
+use coreward_http::request_extractors::{Json, Path};
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;

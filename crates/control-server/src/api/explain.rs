@@ -2,8 +2,8 @@
 
 use axum::extract::State;
 use coreward_api::types::{Explain, Explanation, PacketKind};
-use coreward_http::extract::Query;
-use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_json_answer};
+use coreward_http::request_extractors::Query;
+use coreward_http::request_work::{JsonAnswer, RequestWorkSize, compute_json_answer};
 use coreward_http::{Problem, ProblemKind};
 use coreward_model::ServiceAddress;
 

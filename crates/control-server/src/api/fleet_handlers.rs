@@ -9,8 +9,8 @@ use coreward_api::types::{
     Acknowledgements, CheckRequest, CheckResult, EventId, Fleet, FleetApplied, FleetChange, NewFleet, SubjectKind,
 };
 use coreward_config::TomlSource;
-use coreward_http::extract::Json;
-use coreward_http::work::{self, JsonAnswer, RequestWorkSize, compute_json_answer};
+use coreward_http::request_extractors::Json;
+use coreward_http::request_work::{self, JsonAnswer, RequestWorkSize, compute_json_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;
@@ -82,7 +82,7 @@ pub async fn put_fleet(
     let (old_document, _) = active_document_and_file(&controller_state);
     let was_in_force = *old_document.text == *text && old_document.generation > 0;
     // Other requests and changes do not wait for this work.
-    let (fleet, changes) = work::run_on_worker_thread(RequestWorkSize::Large, move || {
+    let (fleet, changes) = request_work::run_on_worker_thread(RequestWorkSize::Large, move || {
         let source = TomlSource::from_text(&name, &text);
         let changes = list_changes(&TomlSource::from_text("the fleet in force", &old_document.text), &source);
         (FleetConfig::parse(&source), changes)

@@ -4,7 +4,7 @@ use axum::Extension;
 use axum::extract::State;
 use coreward_api::Caller;
 use coreward_api::types::{EventId, Keys, RotateKeys, SubjectKind};
-use coreward_http::extract::Json;
+use coreward_http::request_extractors::Json;
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;

@@ -2,18 +2,18 @@
 //! [`build_endpoints`] has its role. `coreward_http::endpoints` has the common parts.
 //!
 //! * [`events`]: events, found by polling the status
-//! * [`feed`]: updates for watchers
+//! * [`status_feed`]: updates for watchers
 
 mod audit;
 mod dashboard;
 mod drains;
 mod events;
 mod explain;
-mod feed;
 mod fleet_handlers;
 #[cfg(test)]
 mod isolation_tests;
 mod keys;
+mod status_feed;
 mod status_handlers;
 mod watch;
 
@@ -27,9 +27,9 @@ use axum::http::header;
 use axum::response::IntoResponse;
 use coreward_api::Role;
 use coreward_http::endpoints::{ApiAccessControl, ApiEndpoints, MAX_FLEET_DOCUMENT_BYTES};
+use coreward_http::request_work::{self, RequestWorkSize};
 use coreward_http::serve::{ApiListener, RunningApiServer, StreamAcceptor};
 use coreward_http::tokens::ApiTokens;
-use coreward_http::work::{self, RequestWorkSize};
 use coreward_http::{Problem, ProblemKind, routes};
 use tokio::signal::unix::Signal;
 use tokio::time::{Instant, MissedTickBehavior};
@@ -39,7 +39,7 @@ use crate::server::leader_election::{LeaderElection, LeaderRecord, is_caused_by_
 use coreward_daemon::priority::lower_thread_priority;
 use coreward_store::FleetStoreError;
 use events::FleetEventLog;
-use feed::StatusFeed;
+use status_feed::StatusFeed;
 
 /// Interval at which the fleet is polled for new events.
 const FLEET_EVENT_POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -187,7 +187,7 @@ async fn reload_tokens_on_sighup(access_control: &ApiAccessControl, mut hangup: 
 
 /// Records events and updates the watchers' documents at regular intervals. Never returns.
 async fn update_watchers_loop(api: ApiState) {
-    let mut loads_timer = tokio::time::interval(feed::MIN_LOAD_PUBLICATION_INTERVAL);
+    let mut loads_timer = tokio::time::interval(status_feed::MIN_LOAD_PUBLICATION_INTERVAL);
     loads_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut next_overview_time = Instant::now();
     loop {
@@ -199,7 +199,7 @@ async fn update_watchers_loop(api: ApiState) {
         }
         let api = api.clone();
         // The update runs as separate work, because thousands of servers take some time.
-        let update_task = work::run_on_worker_thread(RequestWorkSize::Small, move || {
+        let update_task = request_work::run_on_worker_thread(RequestWorkSize::Small, move || {
             if is_overview_due {
                 let now = controller_state.now();
                 let overview = controller_state.overview(now);

@@ -9,8 +9,8 @@ use coreward_api::types::{
     Table, Tables, Version,
 };
 use coreward_api::{Caller, Role};
-use coreward_http::extract::{Json, Path, Query};
-use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_json_answer};
+use coreward_http::request_extractors::{Json, Path, Query};
+use coreward_http::request_work::{JsonAnswer, RequestWorkSize, compute_json_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::ApiState;

@@ -9,7 +9,7 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::{self, KeepAlive, Sse};
 use coreward_api::types::{Event, Events, EventsQuery, MAX_SAFE_INTEGER};
-use coreward_http::extract::{Json, Query};
+use coreward_http::request_extractors::{Json, Query};
 use coreward_http::{Problem, ProblemKind};
 use serde::Deserialize;
 use tokio::time::Instant;
@@ -18,7 +18,7 @@ use utoipa::IntoParams;
 
 use super::ApiState;
 use super::events::MAX_STORED_EVENTS;
-use super::feed::StatusFeedReceivers;
+use super::status_feed::StatusFeedReceivers;
 use crate::server::controller_state::ControllerState;
 
 /// Interval of keep-alive messages. If they are absent, both sides detect a broken connection.

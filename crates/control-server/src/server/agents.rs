@@ -266,7 +266,7 @@ impl ReportRejectionLog {
     fn log_rejected_report(
         &mut self,
         session: &AgentSession,
-        rejection: &coreward_controller::rejection::MessageRejection,
+        rejection: &coreward_controller::message_rejection::MessageRejection,
     ) {
         if self.last_reason != Some(rejection.counter_name()) {
             tracing::warn!(

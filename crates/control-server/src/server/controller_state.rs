@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_api::types::{Keys, LoadBalancer, Loads, Overview, OverviewService, Server, Service, Status, Table};
 use coreward_etcd::leadership::Leadership;
-use coreward_metrics::component;
-use coreward_metrics::latency::LatencyHistogram;
+use coreward_metrics::latency_histogram::LatencyHistogram;
+use coreward_metrics::message_metrics;
 use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_model::policy::ServerPool;
 use coreward_model::{ServerId, ServiceAddress};
@@ -18,19 +18,19 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
+use coreward_controller::due_tables::TableInputPollCursor;
 use coreward_controller::explain::{PacketExplanationError, ServiceSnapshot};
-use coreward_controller::on_change::TableInputPollCursor;
 use coreward_controller::{ClockReadings, Controller, NewPlacementTable, ServicePositions, metrics, tables};
 use coreward_fleet::audit::FleetChangeAuthor;
 use coreward_fleet::clock::{RecordClock, wall_clock_time};
 use coreward_fleet::config::PlacementTableTiming;
 use coreward_fleet::fleet::{Fleet, FleetServer};
+use coreward_metrics::metric_declarations::{Component, HistogramMetric, declare_histogram};
 use coreward_metrics::metrics;
-use coreward_metrics::table::{Component, HistogramMetric, declare_histogram};
 
 use super::socket_query_relay::SocketQueryRelay;
 use super::state_manager::{FleetRecordChange, FleetStateCounters};
-use super::table_budget::TableCpuBudget;
+use super::table_cpu_budget::TableCpuBudget;
 use super::update_publisher::UpdatePublisher;
 
 metrics! {
@@ -389,7 +389,7 @@ impl ControllerState {
 
     pub fn metrics_snapshot(&self) -> MetricsSnapshot {
         let now = self.now();
-        let mut snapshot = component::base_metrics_snapshot(Component::Controller);
+        let mut snapshot = message_metrics::base_metrics_snapshot(Component::Controller);
         metrics::add_status_metrics(&mut snapshot, &self.status(false), now.wall_time);
         self.lock_controller().add_metrics(&mut snapshot, now);
         self.state_counters.add_metrics(&mut snapshot);

@@ -12,7 +12,7 @@ use coreward_etcd::cluster::EtcdClusterClient;
 use coreward_etcd::leadership::{FleetLeaderState, LeaderCandidate, Leadership};
 use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
 use coreward_http::endpoints::RequestCountsByStatus;
-use coreward_metrics::component;
+use coreward_metrics::message_metrics;
 use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_tls::FileWatcher;
 use coreward_wire::LEADER_ADDRESS_METADATA_KEY;
@@ -24,9 +24,11 @@ use tonic::metadata::MetadataValue;
 use super::controller_state::ControllerState;
 use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use coreward_listener::security::ListenerSecurity;
+use coreward_metrics::metric_declarations::MetricKind::{Counter, Gauge};
+use coreward_metrics::metric_declarations::{
+    Component, HistogramMetric, MetricFamily, declare_family, declare_histogram,
+};
 use coreward_metrics::metrics;
-use coreward_metrics::table::MetricKind::{Counter, Gauge};
-use coreward_metrics::table::{Component, HistogramMetric, MetricFamily, declare_family, declare_histogram};
 use coreward_store::FleetStoreError;
 
 metrics! {
@@ -137,7 +139,7 @@ impl LeaderElection {
         let leader_state = self.leader_state().ok();
         let mut snapshot = match &leader_state {
             Some(state) => state.metrics_snapshot(),
-            None => component::base_metrics_snapshot(Component::Controller),
+            None => message_metrics::base_metrics_snapshot(Component::Controller),
         };
         self.security.add_metrics(&mut snapshot);
         for (status, count) in self.api_request_counts.request_counts_by_status() {

@@ -18,7 +18,7 @@ mod racks;
 mod rejection_status;
 mod socket_query_relay;
 pub(crate) mod state_manager;
-mod table_budget;
+mod table_cpu_budget;
 mod table_scheduler;
 mod update_publisher;
 

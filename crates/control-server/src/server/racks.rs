@@ -17,8 +17,8 @@ use super::agents::AgentReportSource;
 use super::controller_state::ControllerState;
 use super::leader_election::not_leading_status;
 use super::rejection_status::grpc_status_for_rejection;
+use coreward_controller::message_rejection::MessageRejection;
 use coreward_controller::racks::RackRelay;
-use coreward_controller::rejection::MessageRejection;
 use coreward_listener::security::AuthenticatedPeer;
 
 type RackUpdateSender = mpsc::Sender<Result<v1::RackUpdate, Status>>;

@@ -1,6 +1,6 @@
 //! gRPC status of rejected streams.
 
-use coreward_controller::rejection::MessageRejection;
+use coreward_controller::message_rejection::MessageRejection;
 use tonic::Status;
 
 /// Returns the gRPC status of a rejection that ends a stream.

@@ -23,9 +23,9 @@ use coreward_fleet::drains::{self, ServerDrainRequest};
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyRotationPhase;
 use coreward_fleet::records::{DrainRecord, FleetDocument, FleetRecords};
+use coreward_metrics::metric_declarations::MetricKind::{Counter, Gauge};
+use coreward_metrics::metric_declarations::{Component, MetricFamily, declare_family};
 use coreward_metrics::metrics;
-use coreward_metrics::table::MetricKind::{Counter, Gauge};
-use coreward_metrics::table::{Component, MetricFamily, declare_family};
 use coreward_store::{FleetStore, FleetStoreError};
 
 metrics! {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use coreward_controller::rejection::MAX_REPORTS_PER_BURST;
+use coreward_controller::message_rejection::MAX_REPORTS_PER_BURST;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use tokio::sync::mpsc;

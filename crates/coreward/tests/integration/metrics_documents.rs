@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use coreward_metrics::table::{METRIC_DECLARATIONS, MetricDeclaration, MetricKind};
+use coreward_metrics::metric_declarations::{METRIC_DECLARATIONS, MetricDeclaration, MetricKind};
 use serde_json::Value;
 
 // These crates declare metrics, so they must be linked.

@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail};
 use coreward_intf as intf;
 
 use super::link::{self, XdpLink};
-use super::variant::ProgramVariant;
+use super::program_variant::ProgramVariant;
 use super::{AttachedXdpMode, LoadBalancer, XdpMode, pinned_program_id};
 use crate::device;
 use crate::mac::MacAddress;

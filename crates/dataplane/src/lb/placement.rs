@@ -8,11 +8,11 @@ use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 use coreward_model::placement::PlacementTable;
 
+use super::placement_memory::{AddressFamily, PlacementMemoryFull, StoredPlacementTable, ToeplitzTableSource};
 use super::program::LoadBalancerMaps;
+use super::program_variant::{ProgramVariant, RequiredProgramFeatures};
 use super::services::{ForwardedService, required_program_features};
-use super::tables::{AddressFamily, PlacementMemoryFull, StoredPlacementTable, ToeplitzTableSource};
-use super::variant::{ProgramVariant, RequiredProgramFeatures};
-use super::{LoadBalancer, ServiceIndex, service_state_offset, tables};
+use super::{LoadBalancer, ServiceIndex, placement_memory, service_state_offset};
 
 impl LoadBalancer {
     /// Installs a service's table by one atomic switch, so that each new connection is placed by either the old or the
@@ -84,7 +84,7 @@ impl LoadBalancer {
         toeplitz_source: ToeplitzTableSource,
         table: &PlacementTable,
     ) -> anyhow::Result<()> {
-        tables::validate_table(table)?;
+        placement_memory::validate_table(table)?;
         let rule_bit = table_rule_bit(table);
         let required_features_with_rule =
             RequiredProgramFeatures { placement_rule_bits: rule_bit.unwrap_or(0), ..self.variant.required_features };
@@ -162,7 +162,7 @@ impl LoadBalancer {
     /// Returns the generation of a service's table, or `None` if the service has no table with members.
     pub fn placement_table_generation(&self, service: ServiceIndex) -> Option<u64> {
         let table_offset = self.maps.state.load(service_table_field_offset(service)) as u32;
-        tables::read_placement_rule_bit(self.maps.placement_memory.mapped_memory(), table_offset)
+        placement_memory::read_placement_rule_bit(self.maps.placement_memory.mapped_memory(), table_offset)
             .map(|_| self.maps.placement_memory.table_generation(table_offset))
     }
 }

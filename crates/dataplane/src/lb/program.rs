@@ -15,10 +15,10 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_sys};
 
 use super::connection_memory::{self, SharedConnectionTable};
-use super::tables::PlacementMemory;
-use super::variant::ProgramVariant;
+use super::placement_memory::PlacementMemory;
+use super::program_variant::ProgramVariant;
 use super::{LbStampingClock, MAX_FLOW_TABLE_ENTRIES, PacketRateLimit, ServiceIndex};
-use crate::lru;
+use crate::lru_map_sizes;
 use crate::mmap_array::MmapArray;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
@@ -63,7 +63,7 @@ impl BpfMapSizes {
         maps.connections
             .set_max_entries(self.connection_table_size.entry_count())
             .context("the connection table's size")?;
-        lru::set_lru_capacity(&mut maps.fragments, intf::MAX_FRAGMENTED_DATAGRAMS, None)?;
+        lru_map_sizes::set_lru_capacity(&mut maps.fragments, intf::MAX_FRAGMENTED_DATAGRAMS, None)?;
         let placement_map_bytes = self.placement_memory_bytes + intf::PLACEMENT_MEMORY_SLACK;
         maps.placement_memory.set_value_size(placement_map_bytes).context("the memory for placement tables")?;
         maps.lb_counters

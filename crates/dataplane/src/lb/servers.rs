@@ -8,8 +8,8 @@ use coreward_model::ServerId;
 use coreward_model::lb::ServerTraffic;
 
 use super::program::LoadBalancerMaps;
+use super::program_variant::ProgramVariant;
 use super::services::service_name;
-use super::variant::ProgramVariant;
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, server_entry_offset};
 use crate::mac::MacAddress;
 

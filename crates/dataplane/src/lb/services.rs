@@ -13,9 +13,9 @@ use coreward_model::tuple::{TransportProtocol, address_from_words};
 use libbpf_rs::{MapCore as _, MapFlags};
 use zerocopy::FromBytes as _;
 
+use super::placement_memory::StoredPlacementTable;
 use super::program::LoadBalancerMaps;
-use super::tables::StoredPlacementTable;
-use super::variant::{ProgramVariant, RequiredProgramFeatures};
+use super::program_variant::{ProgramVariant, RequiredProgramFeatures};
 use super::{LoadBalancer, ServiceIndex, service_state_offset};
 use crate::service_slots;
 

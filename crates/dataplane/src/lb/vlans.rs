@@ -8,7 +8,7 @@ use coreward_model::ServerId;
 use coreward_model::vlan::Vlan;
 
 use super::program::LoadBalancerMaps;
-use super::variant::{ProgramVariant, ProgramVlanSettings};
+use super::program_variant::{ProgramVariant, ProgramVlanSettings};
 use super::{LoadBalancer, ServiceIndex, service_state_offset};
 
 const SERVER_VLANS_OFFSET: usize = offset_of!(intf::lb_state, server_vlans);

@@ -2,14 +2,14 @@
 
 mod cpu_load;
 mod decap;
-mod dispatch_books;
 mod dispatch_decisions;
+mod dispatch_request_counts;
 mod intake;
 mod lb_broadcast;
 mod lb_capture;
 mod lb_connections;
+mod lb_connections_concurrency;
 mod lb_connections_flood;
-mod lb_connections_life;
 mod lb_connections_reuse;
 mod lb_counters;
 mod lb_decisions;
@@ -17,7 +17,7 @@ mod lb_flows;
 mod lb_forwarding;
 mod lb_icmp;
 mod lb_ipv6;
-mod lb_life;
+mod lb_lifecycle;
 mod lb_malformed;
 mod lb_modes;
 mod lb_stamping;

@@ -16,10 +16,10 @@ use coreward_model::cookie::{self, Cookie};
 use coreward_model::forwarding::ForwardingMode;
 use coreward_model::{FourTuple, ServerId};
 
-use crate::support::hand_client::{
+use crate::support::network::VIP;
+use crate::support::raw_tcp_client::{
     RawTcpClient, set_broadcast_destination_mac, tsecr_with_table_index, write_previous_server_id,
 };
-use crate::support::network::VIP;
 use crate::support::server_env::{
     SERVICE_PORT, SOCKET_TIMEOUT, ServerTestEnv, client_address, fleet_keys, read_tcp_flags, test_server_id,
     vip_address,

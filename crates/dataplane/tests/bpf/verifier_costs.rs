@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use coreward_dataplane::check::{VerifierCost, measure_verifier_costs};
+use coreward_dataplane::verifier_check::{VerifierCost, measure_verifier_costs};
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 

@@ -1,7 +1,7 @@
 //! Checks of the processes that serve the services.
 
 use coreward_agent::config::ConnectionSteeringMode;
-use coreward_agent::steering::assign::MAX_CPUS_OF_PINNED_WORKER;
+use coreward_agent::steering::socket_assignment::MAX_CPUS_OF_PINNED_WORKER;
 use coreward_model::tuple::TransportProtocol;
 
 use crate::facts::{MachineFacts, ServiceFacts, ServiceSocketFacts};

@@ -1,6 +1,6 @@
 //! Facts about the network device that receives the services' packets.
 
-use coreward_agent::load::queues;
+use coreward_agent::load::receive_queue_cpus;
 use coreward_agent::rss::ethtool::{self, EthtoolRssDevice, RssFlowType};
 use coreward_agent::rss::{RssDevice, RssError};
 use coreward_agent::rss_conflicts::RssConflicts;
@@ -44,7 +44,7 @@ pub(super) fn gather_device(
         xdp_send_error_counts: coreward_dataplane::ethtool::xdp_transmit_error_counters(name),
         own_program_id: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program_id(pins).ok().flatten()),
         rss_conflicts,
-        interrupts_by_queue: queues::receive_queue_interrupts(name),
+        interrupts_by_queue: receive_queue_cpus::receive_queue_interrupts(name),
         rss_entry_count_and_transform: rss_device
             .read_config()
             .map(|rss| (rss.indirection_table.entry_count(), rss.key.input_transform()))

@@ -5,7 +5,7 @@ mod certificates;
 mod controller;
 mod device;
 mod netfilter;
-mod polling;
+mod polling_threads;
 mod settings;
 mod sockets;
 
@@ -14,7 +14,7 @@ use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use coreward_dataplane::{capabilities, check, lb, server};
+use coreward_dataplane::{capabilities, lb, server, verifier_check};
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 use nix::sys::resource::{Resource, getrlimit};
@@ -64,7 +64,7 @@ pub fn gather_facts(options: &DoctorOptions) -> anyhow::Result<MachineFacts> {
         future_dated_report_count: fleet_facts.future_dated_report_count,
         announcement: settings.announcement_table_number.map(announcement::gather_announcement),
         controller_facts: gathered_settings.controller_facts,
-        polling_threads: if role == MachineRole::Server { polling::find_polling_threads() } else { Vec::new() },
+        polling_threads: if role == MachineRole::Server { polling_threads::find_polling_threads() } else { Vec::new() },
         certificates: certificates::gather_certificates(role, tls_files, machine_name)?,
         settings,
         missing_capabilities,
@@ -93,7 +93,7 @@ fn gather_kernel(role: MachineRole, has_capabilities: bool) -> KernelFacts {
         MachineRole::Server => &["server", "steer", "cpu_load"],
         MachineRole::Controller => &[],
     };
-    let load_results = if has_capabilities { check::try_load_programs(program_names) } else { Vec::new() };
+    let load_results = if has_capabilities { verifier_check::try_load_programs(program_names) } else { Vec::new() };
     KernelFacts {
         release: kernel_release,
         has_btf: Path::new("/sys/kernel/btf/vmlinux").exists(),

@@ -15,8 +15,10 @@ use coreward_wire::ServiceIndex;
 
 use super::file::{FleetFile, FleetServerTable};
 use super::service::{self, FleetServiceTable};
-use super::unique::UniqueValues;
-use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, FleetServerConfig, FleetServiceConfig, health, racks, transfer};
+use super::unique_values::UniqueValues;
+use super::{
+    DEFAULT_REPORT_INTERVAL, FleetConfig, FleetServerConfig, FleetServiceConfig, health, racks, service_migration,
+};
 
 /// Checks the fleet document and converts it. Mistakes are stored in the reader. After a mistake, the result is
 /// incomplete.
@@ -165,7 +167,7 @@ impl ServiceConfigChecker<'_> {
             names.insert(name_entry.value.as_ref().map(|name| &name.0), &name_entry.span, reader);
             services.extend(self.parse_service_entry(entry, &server_position_by_name, &mut vips, reader));
         }
-        transfer::check_uniform_connection_stamping(&services, self.servers, entries, reader);
+        service_migration::check_uniform_connection_stamping(&services, self.servers, entries, reader);
         services
     }
 
@@ -199,7 +201,7 @@ impl ServiceConfigChecker<'_> {
             name: name.clone(),
             address,
             settings: service_mode,
-            other_balancer: transfer::parse_other_balancer(service_entry, address, service_mode, reader),
+            other_balancer: service_migration::parse_other_balancer(service_entry, address, service_mode, reader),
             policy_name: policy.0,
             slow_start_duration: service_entry.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
             bucket_count: service_entry.buckets.unwrap_or(self.default_bucket_count),

@@ -12,10 +12,10 @@ mod health;
 mod ipv6_tests;
 mod racks;
 mod service;
+mod service_migration;
 #[cfg(test)]
 mod tests;
-mod transfer;
-mod unique;
+mod unique_values;
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;

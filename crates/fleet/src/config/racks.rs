@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use coreward_config::{PrintableName, Spanned, TomlReader};
 
-use super::unique::UniqueValues;
+use super::unique_values::UniqueValues;
 
 /// Returns the names in a list of racks, or `None` if there is no list. Reports duplicates, and names that are missing
 /// in `known_racks`, the fleet's list of racks.

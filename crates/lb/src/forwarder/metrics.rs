@@ -3,12 +3,14 @@
 use std::time::Duration;
 
 use coreward_dataplane::lb::{self, COUNTER_NAMES};
-use coreward_metrics::component;
-use coreward_metrics::component::{CONFIGURATION_GENERATION, TABLE_GENERATION};
+use coreward_metrics::message_metrics;
+use coreward_metrics::message_metrics::{CONFIGURATION_GENERATION, TABLE_GENERATION};
+use coreward_metrics::metric_declarations::MetricKind::{Counter, Gauge};
+use coreward_metrics::metric_declarations::{
+    Component, HistogramMetric, MetricFamily, declare_family, declare_histogram,
+};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::MetricsSnapshot;
-use coreward_metrics::table::MetricKind::{Counter, Gauge};
-use coreward_metrics::table::{Component, HistogramMetric, MetricFamily, declare_family, declare_histogram};
 use coreward_wire::{Service, ServiceIndex, v1};
 
 use super::Forwarder;
@@ -59,9 +61,9 @@ impl Forwarder {
 
     /// Returns the current value of every metric. `state` is the daemon's state message.
     pub fn metrics_snapshot(&self, state: &v1::LoadBalancerState) -> MetricsSnapshot {
-        let mut snapshot = component::base_metrics_snapshot(Component::Lb);
+        let mut snapshot = message_metrics::base_metrics_snapshot(Component::Lb);
         snapshot.add_value(&CONFIGURATION_GENERATION, [], self.configuration.confirmed_generation as f64);
-        component::add_load_balancer_metrics(&mut snapshot, &self.own_name, state);
+        message_metrics::add_load_balancer_metrics(&mut snapshot, &self.own_name, state);
         snapshot.add_histogram(&LB_TABLE_INSTALL_SECONDS, self.table_install_latency);
         snapshot.add_value(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
         snapshot.add_value(&LB_MASKED_SERVERS, [], self.masked_targets.len() as f64);
@@ -79,7 +81,7 @@ impl Forwarder {
                 .iter()
                 .filter(|(index, _)| *index == service.index)
                 .map(|(_, server_health)| server_health);
-            component::add_health_check_metrics(&mut snapshot, &service.name, health_of_service);
+            message_metrics::add_health_check_metrics(&mut snapshot, &service.name, health_of_service);
         }
         for (service, lb_service_index) in self.services_by_index.values() {
             self.add_service_metrics(&mut snapshot, service, *lb_service_index);

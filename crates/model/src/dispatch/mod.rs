@@ -11,14 +11,14 @@ mod feo;
 mod jbsrq;
 mod jlq;
 mod jsq;
-mod least;
 mod load_monitor;
+mod random_dispatcher;
 mod ranks;
-mod repair;
+mod rounded_service_time;
 mod rss;
-mod spread;
 mod stealing;
-mod weight;
+mod tournament_tree;
+mod worker_stall;
 
 pub use assignment::{
     CoreAllocator, CoreAssignmentChange, CoreAssignmentMode, InvalidReservedCores, ReservedCores,
@@ -33,14 +33,14 @@ pub use feo::{
 pub use jbsrq::{JoinBoundedShortestRankedQueue, RequestSubmitEffects};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
-pub use least::{TournamentKey, TournamentTree};
 pub use load_monitor::{LoadCheckInterval, LoadHint, LoadMonitor, ScaleDownCondition, ScaleUpCondition};
+pub use random_dispatcher::{RandomDispatcher, RoundRobinDispatcher};
 pub use ranks::{CoreRankRule, InvalidRankLambda, RankArrays, RankLambda, RankedService, RequestFeedbackError};
-pub use repair::{LearnedServiceTime, WorkerStallDetector, expired_request_indexes};
+pub use rounded_service_time::RoundedServiceTime;
 pub use rss::{RssDispatcher, assign_buckets_to_cores};
-pub use spread::{RandomDispatcher, RoundRobinDispatcher};
 pub use stealing::{LongestQueueStealing, RequestSteal};
-pub use weight::RoundedServiceTime;
+pub use tournament_tree::{TournamentKey, TournamentTree};
+pub use worker_stall::{LearnedServiceTime, WorkerStallDetector, expired_request_indexes};
 
 /// Fields of a request that a dispatcher at the NIC reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

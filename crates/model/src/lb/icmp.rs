@@ -5,9 +5,9 @@ use std::net::IpAddr;
 use coreward_intf as intf;
 
 use super::LoadBalancer;
-use super::decide::{FrameSourceAndSize, UDP_PROTOCOL_NUMBER};
 use super::decision::PacketDecision;
 use super::ip_packet::{IpPacket, ParseEndCounter};
+use super::mode_decisions::{FrameSourceAndSize, UDP_PROTOCOL_NUMBER};
 use super::packet;
 use super::stateful::ConnectionIndexLookup;
 use crate::cookie::{self, Cookie};

@@ -6,17 +6,17 @@
 //! the model (`make consistency`) hold for the program.
 //!
 //! * [`mod@packet`], [`mod@ip_packet`], [`mod@packet_ipv6`], [`mod@timestamp_option`]: parsing and rewriting of a frame
-//! * [`mod@place`]: new connections
+//! * [`mod@new_connection_placement`]: new connections
 //! * [`mod@flow`]: connections without a cookie
 //! * [`mod@stateful`]: connections with an entry in the connection table
 //! * [`mod@lb_stamped`]: LB-side stamping
-//! * [`mod@decide`], [`mod@decision`]: decisions on packets
+//! * [`mod@mode_decisions`], [`mod@decision`]: decisions on packets
 //! * [`mod@encapsulation`]: outer headers
 //! * [`mod@fragmentation_needed`]: ICMP errors for packets that do not fit
-//! * [`mod@rate`]: rate limits of broadcasts
+//! * [`mod@broadcast_rate`]: rate limits of broadcasts
 //! * [`mod@vlan`]: tags of frames
 
-mod decide;
+mod broadcast_rate;
 mod decision;
 mod encapsulation;
 mod flow;
@@ -24,10 +24,10 @@ mod fragmentation_needed;
 mod icmp;
 mod ip_packet;
 mod lb_stamped;
+mod mode_decisions;
+mod new_connection_placement;
 mod packet;
 mod packet_ipv6;
-mod place;
-mod rate;
 mod stateful;
 mod timestamp_option;
 mod vlan;
@@ -45,16 +45,16 @@ use crate::cookie::{CookieKey, FleetCookieKeys};
 use crate::placement::PlacementTable;
 use crate::vlan::Vlan;
 use crate::{ServerId, ServiceAddress};
+use broadcast_rate::BroadcastLimiter;
+pub use broadcast_rate::{
+    BROADCAST_REASON_COUNT, BroadcastRates, BroadcastReason, TokenBucket, TokenBucketRate, TokenBucketSelector,
+};
 pub use encapsulation::{OuterHeaderFields, TunnelEndpoint};
 pub use flow::FlowEntry;
 use flow::{FlowTable, FragmentKey};
 pub use lb_stamped::LbStampedServer;
 use lb_stamped::LbStampingState;
-use place::{InstalledPlacementTable, RecentPlacements};
-use rate::BroadcastLimiter;
-pub use rate::{
-    BROADCAST_REASON_COUNT, BroadcastRates, BroadcastReason, TokenBucket, TokenBucketRate, TokenBucketSelector,
-};
+use new_connection_placement::{InstalledPlacementTable, RecentPlacements};
 use stateful::ConnectionTableState;
 pub use stateful::TableOwnerReachability;
 pub use vlan::LoadBalancerVlans;

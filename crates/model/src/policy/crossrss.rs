@@ -2,8 +2,8 @@
 //! whose core for that bucket has the strictly smallest load, or among equals to the lowest id. Until the first report,
 //! bucket i goes to server i mod n.
 
-use super::groups::{fill_table_candidates, rss_groups};
 use super::policy_cache::PolicyCache;
+use super::rss_group::{fill_table_candidates, rss_groups};
 use super::{
     PlacementPolicy, ServerPool, hash_key_independent_of_rss, modulo_placement_table, table_with_consistent_servers,
 };

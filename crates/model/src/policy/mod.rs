@@ -11,7 +11,6 @@ mod bucket_loads;
 mod consistent_hash;
 mod crossrss;
 mod crossrss_plus;
-mod groups;
 mod hash;
 mod least;
 mod least_loaded;
@@ -25,6 +24,7 @@ mod pow2;
 mod rack;
 mod rack_aggregate;
 mod rr;
+mod rss_group;
 mod static_policy;
 mod weight;
 mod wrr;
@@ -32,7 +32,6 @@ mod wrr_schedule;
 
 pub use consistent_hash::ring_table;
 pub use crossrss_plus::CrossRssPlusPolicy;
-pub use groups::{RssGroup, rss_groups, rss_key_count};
 pub use hash::modulo_table;
 pub use least::LeastPolicy;
 pub use load_metric::{LoadMetric, TelemetryLevel};
@@ -40,6 +39,7 @@ pub use loads::{LoadHistogram, LoadHistogramBin, LoadHistogramBins, ServerLoadCl
 pub use maglev::{MAGLEV_PAPER_TABLE_SIZE as MAGLEV_PAPER_SIZE, maglev_table};
 pub use pool::{PoolServer, ServerPool, TrafficRates};
 pub use rack::{BucketCandidateList, MAX_CANDIDATES, RackSummary, SummarizedServer};
+pub use rss_group::{RssGroup, rss_groups, rss_key_count};
 pub use weight::{ServerCapacity, ServerCapacityOutOfRange, ServerWeight, ServerWeightOutOfRange};
 
 use std::borrow::Cow;

@@ -16,8 +16,8 @@
 use std::collections::BTreeMap;
 
 use super::bucket_loads::reachable_core_and_load;
-use super::groups::LeastLoadedCoreList;
 use super::loads::{LoadHistogram, LoadHistogramBins, ServerLoadClass, ServerLoads};
+use super::rss_group::LeastLoadedCoreList;
 use super::{PlacementPolicy, PoolServer, ServerPool};
 use crate::ServerId;
 use crate::placement::{BucketCount, ServerCore};

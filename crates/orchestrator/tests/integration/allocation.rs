@@ -6,10 +6,10 @@ use std::num::NonZeroU16;
 use coreward_model::dispatch::{
     CoreAssignmentMode, LoadCheckInterval, ReservedCores, ScaleDownCondition, ScaleUpCondition,
 };
-use coreward_orchestrator::engine::DispatchEngineConfig;
+use coreward_orchestrator::dispatch_engine::DispatchEngineConfig;
 use coreward_runtime::allocation::SharedCoreAllocator;
-use coreward_runtime::message::LoadHintTrigger;
 use coreward_runtime::worker::Worker;
+use coreward_runtime::worker_message::LoadHintTrigger;
 
 use crate::engine::{TestEngine, two_service_engine_config};
 

@@ -6,7 +6,7 @@ use coreward_model::dispatch::{
 };
 use coreward_orchestrator::classify::{PayloadPattern, RequestClassifier};
 use coreward_orchestrator::config::OrchestratorConfig;
-use coreward_orchestrator::engine::DispatchEngineConfig;
+use coreward_orchestrator::dispatch_engine::DispatchEngineConfig;
 
 fn parse_config(text: &str) -> Result<OrchestratorConfig, String> {
     let source = TomlSource::from_text("orchestrate.toml", text);

@@ -10,12 +10,12 @@ use coreward_model::dispatch::{
     CoreRankRule, DispatchRateLimit, FirstEligibleOutConfig, LoadCheckInterval, LoadHint, RankLambda,
     ScaleDownCondition, ScaleUpCondition,
 };
-use coreward_orchestrator::engine::{
+use coreward_orchestrator::dispatch_engine::{
     DispatchEngine, DispatchEngineConfig, EngineServiceConfig, ServiceRequestCounters,
 };
-use coreward_runtime::message::LoadHintTrigger;
 use coreward_runtime::serve::{HandlerContext, HandlerReplyAction, HandlerRequest, RequestHandler, ServeOptions};
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
+use coreward_runtime::worker_message::LoadHintTrigger;
 use coreward_runtime::{RuntimeError, SegmentServiceEntry};
 
 const WORKER_STALL_TIMEOUT_NS: u64 = 1_000_000;

@@ -8,7 +8,7 @@ use std::time::Instant;
 use coreward_config::TomlSource;
 use coreward_orchestrator::config::OrchestratorConfig;
 use coreward_orchestrator::daemon::OrchestratorDaemon;
-use coreward_orchestrator::engine::CoreRequestCounters;
+use coreward_orchestrator::dispatch_engine::CoreRequestCounters;
 use coreward_orchestrator::intake::RequestIntake;
 use coreward_orchestrator::report::{OrchestratorStatus, SharedOrchestratorStatus};
 

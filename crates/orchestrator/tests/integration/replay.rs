@@ -12,7 +12,7 @@ use coreward_model::dispatch::{
     RankedService, ReleasedRequest, SchedulingMemberRanking,
 };
 use coreward_model::rss::{seeded_rng, uniform_below};
-use coreward_orchestrator::engine::DispatchEngineConfig;
+use coreward_orchestrator::dispatch_engine::DispatchEngineConfig;
 use coreward_runtime::RuntimeError;
 use coreward_runtime::worker::OrchestratorConnection;
 

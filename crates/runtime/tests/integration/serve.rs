@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use coreward_model::dispatch::LoadHint;
 use coreward_runtime::RuntimeError;
 use coreward_runtime::core_queues::CoreQueues;
-use coreward_runtime::message::{LoadHintMessage, WorkerMessage};
 use coreward_runtime::serve::{
     HandlerContext, HandlerReplyAction, HandlerRequest, RequestHandler, ServeCounters, ServeOptions,
 };
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
+use coreward_runtime::worker_message::{LoadHintMessage, WorkerMessage};
 
 use crate::shared_memory::{
     TEST_GEOMETRY, attach_worker, build_request_header, create_orchestrator, loopback_address, receive_all_messages,

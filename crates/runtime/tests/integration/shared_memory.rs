@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use coreward_model::dispatch::{LoadCheckInterval, LoadHint, ScaleUpCondition};
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
-use coreward_runtime::layout::SegmentGeometry;
-use coreward_runtime::message::{LoadHintMessage, LoadHintTrigger, WorkerMessage};
+use coreward_runtime::segment_layout::SegmentGeometry;
 use coreward_runtime::worker::{OrchestratorConnection, Worker};
+use coreward_runtime::worker_message::{LoadHintMessage, LoadHintTrigger, WorkerMessage};
 use coreward_runtime::{RuntimeError, SegmentServiceEntry};
 
 pub const TEST_GEOMETRY: SegmentGeometry =

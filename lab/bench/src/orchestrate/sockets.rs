@@ -22,7 +22,7 @@ use super::{
     ORCHESTRATOR_AND_WORKER_CPU, REQUEST_PAYLOAD, build_engine_config, connect_workers, find_free_loopback_address,
     veth,
 };
-use crate::cpus::{CALLING_THREAD_PID, bind_to_cpu};
+use crate::thread_cpus::{CALLING_THREAD_PID, bind_to_cpu};
 
 /// Number of requests sent before the server's time is measured. They fit the socket's default receive buffer.
 const REQUESTS_PER_BURST: u64 = 256;

@@ -1,8 +1,8 @@
 //! Command `coreward-lab bench flood`, which measures the cost of packets of open connections on one CPU. Meanwhile,
 //! another CPU runs a SYN flood through the same program and maps.
 
+mod bpf_map_memory;
 mod flooder;
-mod memory;
 
 use std::collections::HashSet;
 use std::fmt;
@@ -22,11 +22,11 @@ use super::balancer::{FLOW_TABLE_ENTRIES, MeasuredLoadBalancer, PlacementSetup};
 use super::interleaved::{NsByRound, differences_by_round, median_of_rounds, quartile_range_text};
 use super::runner::{PacketGenerator, PacketRunner};
 use super::workload::{PacketCase, XDP_TX};
-use crate::cpus::CALLING_THREAD_PID;
 use crate::namespace;
 use crate::report::{BenchReport, MeasurementGoal, ReportTable, ReportTableCell, goal_and_verdict_cells};
+use crate::thread_cpus::CALLING_THREAD_PID;
+use bpf_map_memory::BpfMapMemory;
 use flooder::{SynFloodCounts, SynFlooder, SynFlooderCommand};
-use memory::BpfMapMemory;
 
 const CONNECTION_COUNT: usize = 1 << 17;
 
@@ -110,7 +110,7 @@ pub fn run_flood_bench(length: &MeasurementLength) -> anyhow::Result<BenchReport
 fn measure_flooded_programs(length: &MeasurementLength) -> anyhow::Result<BenchReport> {
     let cpus = first_two_allowed_cpus("coreward-lab bench flood")?;
     let flooder = SynFlooder::start(cpus[1])?;
-    crate::cpus::bind_to_cpu(CALLING_THREAD_PID, cpus[0])?;
+    crate::thread_cpus::bind_to_cpu(CALLING_THREAD_PID, cpus[0])?;
     let measurements = FloodedProgram::ALL.map(|flooded_program| {
         measure_flooded_program(flooded_program, length, &flooder).with_context(|| flooded_program.to_string())
     });

@@ -2,7 +2,7 @@
 //! comparison through a program that only swaps MAC addresses.
 
 mod generator;
-pub mod wire;
+pub mod veth_pair;
 
 use std::collections::HashSet;
 use std::time::Instant;
@@ -18,11 +18,11 @@ use super::balancer::{CONNECTION_TABLE_ENTRIES, MeasuredLoadBalancer, PlacementS
 use super::flood::first_two_allowed_cpus;
 use super::interleaved::{NsByRound, interleave_measurements, median_of_rounds, quartile_range_text_with_decimals};
 use super::workload::{PacketCase, syn_frame_template};
-use crate::cpus::{self, CALLING_THREAD_PID};
 use crate::namespace;
 use crate::report::{BenchReport, MeasurementGoal, ReportTable, ReportTableCell, goal_and_verdict_cells};
+use crate::thread_cpus::{self, CALLING_THREAD_PID};
 use generator::{FrameGenerator, GeneratedTraffic, LIVE_PACKET_COUNT, LiveBaselineProgram};
-use wire::{NapiThread, NapiUsage, VethPair, raise_thread_priority};
+use veth_pair::{NapiThread, NapiUsage, VethPair, raise_thread_priority};
 
 /// Number of rounds and frames of the throughput measurement.
 #[derive(Debug, Clone, clap::Args)]
@@ -296,7 +296,7 @@ fn measure_live_traffic(args: &ThroughputBenchArgs) -> anyhow::Result<BenchRepor
         TrafficTestEnv::new(service_traffic, pair_number, cpus).context(service_traffic.name)
     });
     let envs: Vec<TrafficTestEnv> = traffic_envs.collect::<anyhow::Result<_>>()?;
-    cpus::bind_to_cpu(CALLING_THREAD_PID, cpus[0])?;
+    thread_cpus::bind_to_cpu(CALLING_THREAD_PID, cpus[0])?;
     raise_thread_priority(nix::unistd::gettid())?;
     let results_by_traffic = interleave_measurements(envs.len(), args.rounds, |env_index| {
         let traffic_env = &envs[env_index];

@@ -10,7 +10,7 @@ use coreward_model::lb::MacAddress;
 use super::server::{self, ServerLifecycle, ServerSocket};
 use super::{ConsistencyCheck, ConsistencyCheckEvent, MAX_CONNECTION_IDLE_MS, load_balancer_mac};
 use crate::frame::{self, ETHERNET_HEADER_BYTES, EthernetIpHeader, PROTOCOL_UDP, TcpHeader, timestamp_option};
-use crate::ipv6;
+use crate::ipv6_translation;
 
 const TCP_FLAG_FIN: u8 = 0x01;
 const TCP_FLAG_SYN: u8 = 0x02;
@@ -77,7 +77,7 @@ fn decapsulate_frame(frame: &[u8]) -> Vec<u8> {
 
 /// Returns the offset of the TCP header in a frame without IPv4 options or IPv6 extension headers.
 fn tcp_header_offset(frame: &[u8]) -> usize {
-    ipv6::parse_frame(frame).map_or(ETHERNET_HEADER_BYTES + 20, |headers| headers.transport_offset)
+    ipv6_translation::parse_frame(frame).map_or(ETHERNET_HEADER_BYTES + 20, |headers| headers.transport_offset)
 }
 
 impl ConsistencyCheck {
@@ -280,7 +280,7 @@ impl ConsistencyCheck {
         ip_header.append_frame(&mut packet, |packet| {
             tcp_header.append_segment(packet, (connection_index, connection_index), 0)
         });
-        ipv6::translate_to_ipv6(&mut self.rng, &mut packet);
+        ipv6_translation::translate_to_ipv6(&mut self.rng, &mut packet);
         packet
     }
 
@@ -340,7 +340,7 @@ impl ConsistencyCheck {
             return PacketDeliveryResult::Lost;
         }
         let connection = self.client_connection(connection_index);
-        let four_tuple = ipv6::four_tuple(connection.client_address, self.config.service_address());
+        let four_tuple = ipv6_translation::four_tuple(connection.client_address, self.config.service_address());
         let returned_cookie =
             cookie::decode_cookie(&self.servers[server_index].cookie_keys, &four_tuple, connection.newest_server_tsval);
         let server_id = self.servers[server_index].id;
@@ -435,7 +435,7 @@ impl ConsistencyCheck {
         let Some(socket) = connection.server_sockets.iter().find(|socket| socket.server_index == server_index) else {
             return;
         };
-        let four_tuple = ipv6::four_tuple(connection.client_address, self.config.service_address());
+        let four_tuple = ipv6_translation::four_tuple(connection.client_address, self.config.service_address());
         let tsval = self.servers[server_index].stamped_tsval(&four_tuple, socket, now_ms);
         // The first answer always arrives, because it opens the connection.
         if !is_from_other_server && (!is_answer_lost || connection.newest_server_tsval == 0) {

@@ -18,10 +18,10 @@ use super::server::{self, ServerLifecycle, SimulatedServer};
 use super::{
     ConsistencyCheck, ConsistencyCheckConfig, ConsistencyCheckEvent, SimulatedLoadBalancer, load_balancer_mac,
 };
-use crate::change::LoadBalancerStateChange;
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::{FuzzHarness, FuzzHarnessSetup};
-use crate::ipv6;
+use crate::ipv6_translation;
+use crate::state_change::LoadBalancerStateChange;
 
 /// Average number of servers that take new connections.
 const MEAN_SERVER_COUNT: usize = 48;
@@ -206,7 +206,7 @@ impl ConsistencyCheck {
         let harness_setup = FuzzHarnessSetup::new(load_balancer_mac(lb_index), self.desired_state.cookie_keys);
         let mut harness = FuzzHarness::new(harness_setup, self.config.runs_bpf_program)?;
         let service_address = ServiceAddress {
-            vip_and_port: ipv6::service_socket_address(self.config.service_address()),
+            vip_and_port: ipv6_translation::service_socket_address(self.config.service_address()),
             protocol: TransportProtocol::Tcp,
         };
         let service_slot = harness.apply_change(&LoadBalancerStateChange::ReplaceServices(vec![(
@@ -270,7 +270,9 @@ impl ConsistencyCheck {
             let open_clients = &self.clients_with_open_connections;
             let has_client_ended = |client| match client {
                 SocketAddr::V4(client) => !open_clients.contains(&(*client.ip(), client.port())),
-                SocketAddr::V6(client) => !open_clients.contains(&(ipv6::ipv4_for_ipv6(*client.ip()), client.port())),
+                SocketAddr::V6(client) => {
+                    !open_clients.contains(&(ipv6_translation::ipv4_for_ipv6(*client.ip()), client.port()))
+                }
             };
             let ended_entries: Vec<_> = harness
                 .model

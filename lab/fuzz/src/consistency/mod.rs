@@ -29,7 +29,7 @@ use coreward_model::lb::MacAddress;
 
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::FuzzHarness;
-use crate::ipv6;
+use crate::ipv6_translation;
 use client::ClientConnection;
 use controller::DesiredFleetState;
 pub use report::ConsistencyCheckReport;
@@ -80,7 +80,7 @@ impl Default for ConsistencyCheckConfig {
 impl ConsistencyCheckConfig {
     /// Returns the VIP and port of the only service. An IPv4 placeholder represents an IPv6 VIP.
     fn service_address(&self) -> (Ipv4Addr, u16) {
-        (if self.has_ipv6_vip { ipv6::IPV6_VIP_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
+        (if self.has_ipv6_vip { ipv6_translation::IPV6_VIP_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
     }
 
     fn service_settings(&self) -> ServiceSettings {

@@ -4,10 +4,10 @@ use std::net::Ipv4Addr;
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::campaign::{FuzzCampaign, FuzzCampaignLimit};
-use coreward_fuzz::change::LoadBalancerStateChange;
-use coreward_fuzz::epoch::FuzzEpoch;
 use coreward_fuzz::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
+use coreward_fuzz::fuzz_epoch::FuzzEpoch;
 use coreward_fuzz::harness::{FuzzHarness, FuzzHarnessSetup, LOAD_BALANCER_MAC};
+use coreward_fuzz::state_change::LoadBalancerStateChange;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};

@@ -17,7 +17,7 @@ use socket2::{Domain, Socket, Type};
 
 use super::{AnsweringWorker, FlowSources, RequestTransport, TransportAnswer, TransportErrorCounts};
 use crate::event_loop::{Epoll, ReadyEvent, now_ns};
-use crate::receive::TimestampedReceiver;
+use crate::timestamped_receiver::TimestampedReceiver;
 use crate::workload::RequestParameters;
 
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6103;

@@ -4,10 +4,10 @@ use zerocopy::IntoBytes as _;
 
 use super::AnsweringWorker;
 use super::connections::{ConnectionProtocol, ConnectionReply, MalformedResponse};
-use crate::paced::{PacedMessageBuffer, PacedRequest, PacedResponse};
+use crate::paced_protocol::{PacedMessageBuffer, PacedRequest, PacedResponse};
 use crate::workload::RequestParameters;
 
-/// Protocol of [`crate::paced`], in which each request contains its service time.
+/// Protocol of [`crate::paced_protocol`], in which each request contains its service time.
 #[derive(Debug, Clone, Copy)]
 pub struct PacedProtocol;
 

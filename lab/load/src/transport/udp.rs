@@ -13,8 +13,8 @@ use super::{AnsweringWorker, FlowSources, RequestTransport, TransportAnswer, Tra
 use crate::dns::{self, DnsQuery};
 use crate::event_loop::Epoll;
 use crate::key_value::{KeyValueRequest, KeyValueResponseHeader, KeyValueResponseStatus, key_name};
-use crate::receive::TimestampedReceiver;
 use crate::request_type::RequestType;
+use crate::timestamped_receiver::TimestampedReceiver;
 use crate::workload::RequestParameters;
 
 /// Size of each socket's receive buffer (bytes), which holds responses that the generator has not read yet.

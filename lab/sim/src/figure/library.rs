@@ -2,7 +2,7 @@
 
 use super::embedded::EmbeddedScenario;
 use super::live::LiveFigure;
-use crate::names::UnknownName;
+use crate::unknown_name::UnknownName;
 
 include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
 

@@ -20,7 +20,7 @@ use std::collections::HashMap;
 use anyhow::Context as _;
 
 use super::embedded::EmbeddedScenario;
-use super::run::{self, SeedValue, build_table_from_values};
+use super::figure_run::{self, SeedValue, build_table_from_values};
 use super::scenario::{FigurePanel, FigureScenario};
 use super::table::FigureTable;
 
@@ -86,7 +86,7 @@ impl LiveFigure {
         let mut table = build_table_from_values(scenario, values_by_curve);
         let simulated_scenario = scenario.filter_series_by_simulated(true);
         if !simulated_scenario.series.is_empty() {
-            insert_simulated_curves(&mut table, run::simulate_scenario(&simulated_scenario, &|_, _| {})?);
+            insert_simulated_curves(&mut table, figure_run::simulate_scenario(&simulated_scenario, &|_, _| {})?);
         }
         Ok(table)
     }

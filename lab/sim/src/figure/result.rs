@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::claim::ClaimVerdict;
+use super::figure_claim::ClaimVerdict;
 use super::scenario::FigureScenario;
 use super::table::{FigureTable, format_number};
 

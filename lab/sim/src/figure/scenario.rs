@@ -12,7 +12,7 @@ use coreward_config::Spanned;
 use serde::Deserialize;
 
 use super::axes::{FigureMetric, SweepAxis};
-use super::claim::Assertion;
+use super::figure_claim::Assertion;
 use super::parameters::{LbParameters, PathParameters, PccParameters, RpcParameters};
 use super::table::PublishedCell;
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::point::is_same_x;
+use super::axis_points::is_same_x;
 use crate::output::format_csv;
 use crate::seed_summary::SeedSummary;
 

@@ -15,8 +15,8 @@ mod cores;
 mod history;
 mod oracle;
 mod outcome;
-mod run;
 mod simulation;
+mod trace_run;
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -27,14 +27,14 @@ use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::MAX_CANDIDATES;
 
-use crate::names::UnknownName;
-use crate::range::ValueOutOfRange;
 use crate::trace::capture::CaptureReadOptions;
 use crate::trace::{TraceError, TraceSource};
+use crate::unknown_name::UnknownName;
+use crate::value_range::ValueOutOfRange;
 
 pub use oracle::ORACLE_POLICY_NAME;
 pub use outcome::{LbSeedResult, LbSimulationOutcome, PlacementPolicyOutcome};
-pub use run::run;
+pub use trace_run::run;
 
 /// Configuration of a simulation. By default it replays `campus` on the paper's pool (CrossRSS, CoNEXT'20, Sect. 3).
 #[derive(Debug, Clone, PartialEq)]

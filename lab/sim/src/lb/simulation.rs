@@ -11,8 +11,8 @@ use super::history::TraceHistoryLoad;
 use super::oracle::{ORACLE_POLICY_NAME, PlacementOracle};
 use super::outcome::LbSeedResult;
 use super::{LbSimulationConfig, LbSimulationError};
-use crate::names::UnknownName;
 use crate::trace::{PacketBatch, TracePacket};
+use crate::unknown_name::UnknownName;
 
 /// Random stream of [`seeded_rng`] from which server ids and the fleet's RSS key are drawn.
 const RNG_STREAM_SERVERS: u64 = 21;

@@ -22,11 +22,11 @@ use coreward_model::policy;
 
 pub use outcome::{PathSeedResult, PathSimulationOutcome, PolicyCombinationOutcome};
 
-use crate::names::UnknownName;
 use crate::par_map_ordered;
-use crate::range::ValueOutOfRange;
 use crate::rpc::ticks::{Tick, time_units_to_ticks};
 use crate::rpc::{self, CoreSelectionPolicy, ServiceTimeDistribution};
+use crate::unknown_name::UnknownName;
+use crate::value_range::ValueOutOfRange;
 use simulation::PathSimulation;
 
 /// Configuration of a simulation. Times whose name has no unit are in units of service time (see

@@ -9,13 +9,13 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::traffic::{ConnectionId, SimulatedTraffic, TrafficEvent};
 use super::{PathSeedResult, PathSimulationConfig, PathSimulationError, ReportPhase};
-use crate::names::UnknownName;
 use crate::rpc::outcome::{LatencyRecorder, ResponseObserver as _};
 use crate::rpc::server::{
     QueueingServer, ResponseSink, ServerSpec, ServerVisitor, SimulatedRequest, SimulatedResponse,
 };
 use crate::rpc::ticks::{NEVER, Tick, time_units_to_ticks};
 use crate::rpc::{CoreSelectionPolicy, ServiceTimeSampler};
+use crate::unknown_name::UnknownName;
 
 /// First of four random streams of [`seeded_rng`]: for servers, service times, hashes, and the times at which agents
 /// read loads.

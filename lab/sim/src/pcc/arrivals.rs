@@ -6,8 +6,8 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::clock::{Nanoseconds, nanoseconds_to_seconds, seconds_to_nanoseconds};
 use super::mix::ConnectionMix;
+use super::simulated_nanoseconds::{Nanoseconds, nanoseconds_to_seconds, seconds_to_nanoseconds};
 use crate::random::draw_exponential;
 
 /// Random stream of [`seeded_rng`] for arrivals only, so that all balancing methods get the same connections.

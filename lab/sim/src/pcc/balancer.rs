@@ -1,8 +1,8 @@
 //! Interface that every load-balancing method implements.
 
-use super::clock::Nanoseconds;
 use super::cluster::Cluster;
 use super::connections::{OpenConnection, OpenConnectionSet};
+use super::simulated_nanoseconds::Nanoseconds;
 
 /// Server and core to which a new connection is assigned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -17,10 +17,10 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::PccSimulationConfig;
 use super::balancer::{LoadBalancerSet, PlacedConnection};
 use super::buckets::BucketTable;
-use super::clock::Nanoseconds;
 use super::cluster::Cluster;
 use super::connections::OpenConnection;
-use super::hashed::bucket_count_for_servers;
+use super::hashing_balancers::bucket_count_for_servers;
+use super::simulated_nanoseconds::Nanoseconds;
 
 /// Random stream of [`seeded_rng`] that selects the buckets to move.
 const RNG_STREAM_BUCKET_MOVES: u64 = 204;

@@ -1,8 +1,8 @@
 //! Table that maps buckets to servers and stores its own history. When a connection ends, the history shows whether it
 //! was broken. A change of a bucket therefore need not visit the open connections.
 
-use super::clock::Nanoseconds;
 use super::connections::OpenConnection;
+use super::simulated_nanoseconds::Nanoseconds;
 
 /// Server that a bucket's packets reach, directly or by daisy chaining.
 #[derive(Debug, Clone, Copy)]

@@ -10,9 +10,9 @@ use coreward_model::policy::{self, LeastPolicy, PlacementPolicy, PoolServer, Ser
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use super::balancer::{LoadBalancerSet, PlacedConnection};
-use super::clock::Nanoseconds;
 use super::cluster::{Cluster, MAX_LOAD_BALANCERS, server_id};
 use super::connections::OpenConnection;
+use super::simulated_nanoseconds::Nanoseconds;
 use super::{LoadInfo, PccSimulationConfig};
 
 /// Random stream of [`seeded_rng`] for the fleet's RSS key.

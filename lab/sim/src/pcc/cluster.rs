@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use coreward_model::ServerId;
 use coreward_model::rss::uniform_below;
 
-use super::clock::Nanoseconds;
 use super::imbalance::ServerImbalanceTracker;
+use super::simulated_nanoseconds::Nanoseconds;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClusterChange {

@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 
-use super::clock::Nanoseconds;
 use super::mix::ConnectionMix;
+use super::simulated_nanoseconds::Nanoseconds;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct OpenConnection {

@@ -1,7 +1,7 @@
 //! Imbalance of the servers, as in Cheetah (NSDI'20, Sect. 2.1) and Maglev (NSDI'16). It is the most loaded server's
 //! number of connections divided by the mean, averaged over time.
 
-use super::clock::Nanoseconds;
+use super::simulated_nanoseconds::Nanoseconds;
 
 /// Tracker of the imbalance between the servers' connection counts. It processes every change in constant time.
 #[derive(Debug)]

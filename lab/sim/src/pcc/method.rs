@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use coreward_model::policy;
 
-use crate::names::UnknownName;
+use crate::unknown_name::UnknownName;
 
 /// Method by which load balancers find the server for a packet.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -2,7 +2,7 @@
 
 use coreward_model::rss::uniform_below;
 
-use super::clock::Nanoseconds;
+use super::simulated_nanoseconds::Nanoseconds;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ConnectionKind {
@@ -78,7 +78,10 @@ impl ConnectionMix {
     #[cfg(test)]
     pub fn with_constant_duration(seconds: f64) -> Self {
         Self::new(
-            vec![ConnectionKind { duration: super::clock::seconds_to_nanoseconds(seconds), packet_count: 1 }],
+            vec![ConnectionKind {
+                duration: super::simulated_nanoseconds::seconds_to_nanoseconds(seconds),
+                packet_count: 1,
+            }],
             vec![0],
         )
     }
@@ -117,7 +120,7 @@ impl ConnectionMix {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pcc::clock::seconds_to_nanoseconds;
+    use crate::pcc::simulated_nanoseconds::seconds_to_nanoseconds;
 
     #[test]
     fn web_server_mix_equals_the_published_one() {

@@ -8,11 +8,9 @@ mod beamer;
 mod buckets;
 mod cheetah;
 pub mod cli;
-mod clock;
 mod cluster;
 mod connections;
-mod engine;
-mod hashed;
+mod hashing_balancers;
 mod imbalance;
 mod method;
 mod mix;
@@ -20,6 +18,8 @@ mod outcome;
 #[cfg(test)]
 mod reference_tests;
 mod schedule;
+mod simulated_nanoseconds;
+mod simulation_loop;
 mod small_cookies;
 
 pub use arrivals::{ConnectionArrivalProcess, ConnectionSource, RequestRateWave};
@@ -27,7 +27,7 @@ use beamer::{BeamerBalancers, SuspensionThresholdControl};
 use cheetah::CheetahBalancers;
 pub use cluster::{ClusterChange, MAX_LOAD_BALANCERS};
 use coreward_model::placement::BucketCount;
-use hashed::{StatefulHashingBalancers, StatelessHashingBalancers};
+use hashing_balancers::{StatefulHashingBalancers, StatelessHashingBalancers};
 pub use method::{BalancingMethod, BalancingMethodError, HashBucketLayout, MAX_HASH_INDEX_BITS, MAX_HISTORY_TAG_BITS};
 pub use mix::{ConnectionKind, ConnectionMix};
 pub use outcome::{BalancingMethodOutcome, PccSeedResult, PccSimulationOutcome, PerSecondCounts};
@@ -195,10 +195,10 @@ fn simulate_method(
     method: BalancingMethod,
     seed: u64,
 ) -> PccSeedResult {
-    let server_count = engine::total_server_count(config);
+    let server_count = simulation_loop::total_server_count(config);
     match method {
         BalancingMethod::Hashed(layout) => {
-            engine::simulate_one_seed(config, mix, seed, StatelessHashingBalancers::new(layout, config))
+            simulation_loop::simulate_one_seed(config, mix, seed, StatelessHashingBalancers::new(layout, config))
         }
         BalancingMethod::Beamer { threshold } => {
             let suspends_from = arrivals::settling_time(&config.arrivals, mix) / 2;
@@ -207,26 +207,29 @@ fn simulate_method(
                 suspension_start_time: suspends_from,
             });
             let beamer = BeamerBalancers::new(threshold_control, config, seed);
-            engine::simulate_one_seed(config, mix, seed, beamer)
+            simulation_loop::simulate_one_seed(config, mix, seed, beamer)
         }
         BalancingMethod::Stateful(layout) => {
-            engine::simulate_one_seed(config, mix, seed, StatefulHashingBalancers::new(layout, config))
+            simulation_loop::simulate_one_seed(config, mix, seed, StatefulHashingBalancers::new(layout, config))
         }
         BalancingMethod::HistoryTag { tag_bits: bits, renews_tags, layout } => {
             let cookie_fields = SmallCookieFields { tag_bits: bits, renews_tags, index_bits: 0 };
             let cookies =
                 SmallCookieBalancers::new(cookie_fields, layout, config, server_count, mix.longest_duration());
-            engine::simulate_one_seed(config, mix, seed, cookies)
+            simulation_loop::simulate_one_seed(config, mix, seed, cookies)
         }
         BalancingMethod::HashIndex { index_bits: bits, tag_bits, layout } => {
             let cookie_fields = SmallCookieFields { tag_bits, renews_tags: true, index_bits: bits };
             let cookies =
                 SmallCookieBalancers::new(cookie_fields, layout, config, server_count, mix.longest_duration());
-            engine::simulate_one_seed(config, mix, seed, cookies)
+            simulation_loop::simulate_one_seed(config, mix, seed, cookies)
         }
-        BalancingMethod::Cheetah { policy } => {
-            engine::simulate_one_seed(config, mix, seed, CheetahBalancers::new(policy, config, server_count, seed))
-        }
+        BalancingMethod::Cheetah { policy } => simulation_loop::simulate_one_seed(
+            config,
+            mix,
+            seed,
+            CheetahBalancers::new(policy, config, server_count, seed),
+        ),
     }
 }
 

@@ -9,12 +9,12 @@ use proptest::prelude::*;
 use super::balancer::{LoadBalancerSet, PlacedConnection};
 use super::beamer::{BeamerBalancers, SuspensionThresholdControl};
 use super::cheetah::CheetahBalancers;
-use super::clock::Nanoseconds;
 use super::cluster::{Cluster, server_id};
 use super::connections::{OpenConnection, OpenConnectionSet};
-use super::engine::{simulate_one_seed, total_server_count};
-use super::hashed::{StatefulHashingBalancers, StatelessHashingBalancers};
+use super::hashing_balancers::{StatefulHashingBalancers, StatelessHashingBalancers};
 use super::mix::ConnectionMix;
+use super::simulated_nanoseconds::Nanoseconds;
+use super::simulation_loop::{simulate_one_seed, total_server_count};
 use super::small_cookies::{SmallCookieBalancers, SmallCookieFields};
 use super::{ConnectionArrivalProcess, HashBucketLayout, PccSeedResult, PccSimulationConfig, PlannedClusterChanges};
 

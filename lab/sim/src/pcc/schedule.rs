@@ -3,8 +3,8 @@
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::clock::{Nanoseconds, seconds_to_nanoseconds};
 use super::cluster::{Cluster, ClusterChange};
+use super::simulated_nanoseconds::{Nanoseconds, seconds_to_nanoseconds};
 use crate::random::{draw_exponential, draw_uniform_below_one};
 
 /// Random stream of [`seeded_rng`] for the changes of servers and load balancers.

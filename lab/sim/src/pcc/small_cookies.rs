@@ -16,10 +16,10 @@ use coreward_model::placement::mix_hash;
 
 use super::balancer::{LoadBalancerSet, PlacedConnection};
 use super::buckets::hash_to_bucket;
-use super::clock::Nanoseconds;
 use super::cluster::{Cluster, server_id};
 use super::connections::OpenConnection;
 use super::method::HashBucketLayout;
+use super::simulated_nanoseconds::Nanoseconds;
 use super::{LoadInfo, PccSimulationConfig};
 
 /// Sizes of the fields in a small cookie, and whether its tag is renewed.

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use coreward_model::dispatch::OutstandingBoundsByClass;
 
-use crate::names::UnknownName;
+use crate::unknown_name::UnknownName;
 
 /// Options of the policy `jbsrq-fifo`, which limits the requests at a core. The defaults are those of `coreward
 /// dispatch --policy jbsrq`.

@@ -9,7 +9,7 @@ use coreward_model::dispatch::{
     UnknownCoreAssignmentMode,
 };
 
-use crate::names::UnknownName;
+use crate::unknown_name::UnknownName;
 
 /// Options of the policy `jbsrq`. The defaults are the published values.
 #[derive(Debug, Clone, PartialEq)]

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use super::class_bounds::ClassBoundOptions;
 use super::jbsrq::{ClassPriorities, JbsrqOptions};
-use crate::names::UnknownName;
+use crate::unknown_name::UnknownName;
 
 /// Policy that assigns a server's requests to its cores. Times are in units of service time.
 #[derive(Debug, Clone, PartialEq)]

@@ -6,8 +6,8 @@ use std::str::FromStr;
 use rand::Rng;
 
 use super::ticks::{TICKS_PER_SERVICE_TIME_UNIT, Tick, time_units_to_ticks};
-use crate::names::UnknownName;
 use crate::random::{draw_exponential, draw_log_normal};
+use crate::unknown_name::UnknownName;
 
 /// Distribution of service times. The unit of time is the service time of the shortest class, or the mean if there are
 /// no classes.

@@ -1,6 +1,6 @@
 //! Trace that is read from an arrival log of the demo, in which each request is a packet.
 
-use coreward_model::arrivals::ArrivalLog;
+use coreward_model::arrival_log::ArrivalLog;
 
 use super::{CoreServiceRate, FlowFirstPacket, PacketBatch, PacketTrace, TraceError, TraceFlowEvent, TracePacket};
 

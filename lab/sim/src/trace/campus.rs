@@ -26,7 +26,7 @@ use rand::{Rng as _, RngExt as _};
 use rand_distr::{Distribution as _, Exp1, LogNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::settings::{TrafficSettingError, parse_settings};
+use super::traffic_settings::{TrafficSettingError, parse_settings};
 use super::{FlowFirstPacket, PacketBatch, PacketTrace, TraceError, TraceFlowEvent, TracePacket};
 
 /// Component of the mixture distribution of packets per flow. Parameters are those of SciPy with `loc` 0.

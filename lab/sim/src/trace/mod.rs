@@ -2,28 +2,28 @@
 //!
 //! * [`TraceSource`]: traces that a user can select, such as `campus`, a capture or an arrival log
 //! * [`campus`]: generator of traffic like that of a university's uplink
-//! * [`burst`]: connections that open at the same time
+//! * [`burst_trace`]: connections that open at the same time
 //! * [`capture`]: pcap and pcapng files
 //! * [`arrivals`]: arrival logs of the demo
-//! * [`amplify`]: overlay of several copies of a trace
+//! * [`trace_overlay`]: overlay of several copies of a trace
 //!
 //! A [`PacketTrace`] is read in [`PacketBatch`]es and is never completely in memory. Flow numbers are dense and are
 //! reused after a flow has ended, so an array indexed by them only needs memory for the open flows.
 
-pub mod amplify;
 pub mod arrivals;
-pub mod burst;
+pub mod burst_trace;
 pub mod campus;
 pub mod capture;
-mod settings;
 mod source;
+pub mod trace_overlay;
+mod traffic_settings;
 
 use std::collections::BTreeMap;
 
 use coreward_model::FourTuple;
 
-pub use settings::TrafficSettingError;
 pub use source::{TraceSource, TraceSourceError};
+pub use traffic_settings::TrafficSettingError;
 
 /// Event in a trace: a packet, or the start or end of a flow without a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,7 +146,7 @@ pub enum TraceError {
     InvalidCapture { path: String, error: capture::CaptureError },
     /// The file begins like an arrival log but is not a valid one.
     #[error("{path}: {error}")]
-    InvalidArrivalLog { path: String, error: coreward_model::arrivals::ArrivalLogError },
+    InvalidArrivalLog { path: String, error: coreward_model::arrival_log::ArrivalLogError },
     /// The requests of an arrival log do not all have the same service time.
     #[error(
         "{path}: requests of {first_service_us} us and of {other_service_us} us: expected the same service time \

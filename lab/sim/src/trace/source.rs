@@ -4,12 +4,12 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::amplify::{TraceOverlay, TraceSlice};
 use super::arrivals::ArrivalLogTrace;
-use super::burst::{BurstTrace, BurstTrafficSettings};
+use super::burst_trace::{BurstTrace, BurstTrafficSettings};
 use super::campus::{CampusTrace, CampusTrafficSettings};
 use super::capture::{CaptureReadOptions, CaptureTrace, TraceFileFormat, input};
-use super::settings::TrafficSettingError;
+use super::trace_overlay::{TraceOverlay, TraceSlice};
+use super::traffic_settings::TrafficSettingError;
 use super::{PacketBatch, PacketTrace, TraceError};
 
 /// Source of a trace, as selected by `--trace`.
@@ -73,8 +73,8 @@ impl TraceSource {
         }
     }
 
-    /// Opens an overlay of several copies of the traffic (see [`super::amplify`]). A file is read once to find its end,
-    /// and then once for each copy, or twice for a copy that starts in its middle.
+    /// Opens an overlay of several copies of the traffic (see [`super::trace_overlay`]). A file is read once to find
+    /// its end, and then once for each copy, or twice for a copy that starts in its middle.
     pub fn open_overlaid_copies(
         &self,
         seed: u64,

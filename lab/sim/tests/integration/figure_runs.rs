@@ -4,7 +4,7 @@ use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::library;
 use coreward_sim::figure::result::{FigureProvenance, FigureResult};
 use coreward_sim::figure::scenario::FigureScenario;
-use coreward_sim::figure::{draw, page, run};
+use coreward_sim::figure::{draw, figure_run, page};
 
 fn build_shrunk_scenario(embedded_scenario: &EmbeddedScenario) -> FigureScenario {
     let shrink_line = |line: &str| match line.split_once(" = ") {
@@ -19,7 +19,7 @@ fn build_shrunk_scenario(embedded_scenario: &EmbeddedScenario) -> FigureScenario
 }
 
 fn run_figure(embedded_scenario: &EmbeddedScenario, scenario: &FigureScenario) -> FigureResult {
-    let table = run::simulate_scenario(scenario, &|_, _| {})
+    let table = figure_run::simulate_scenario(scenario, &|_, _| {})
         .unwrap_or_else(|error| panic!("{}: {error:#}", embedded_scenario.name));
     FigureResult::new(
         embedded_scenario.name,

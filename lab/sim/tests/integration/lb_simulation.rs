@@ -1,7 +1,7 @@
 //! Tests of `coreward-lab sim lb` as a whole, against the CrossRSS paper's Fig. 2, against other ways to the same
 //! results, and with invalid input.
 
-use coreward_model::arrivals::ConnectionWorkload;
+use coreward_model::arrival_log::ConnectionWorkload;
 use coreward_model::policy::create_policy_by_name;
 use coreward_model::replay::{ArrivalReplaySettings, ReplayPlacementMethod, replay_for_variances};
 use coreward_sim::lb::{LbSimulationConfig, LbSimulationError, LbSimulationOutcome, PlacementPolicyOutcome, run};

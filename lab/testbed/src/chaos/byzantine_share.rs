@@ -4,11 +4,11 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use coreward_model::allowance::MAX_FAIR_SHARE_MULTIPLE;
+use coreward_model::connection_allowance::MAX_FAIR_SHARE_MULTIPLE;
 use serde::Serialize;
 
 use crate::http::HttpConnection;
-use crate::interrupt;
+use crate::interrupt_flag;
 
 /// Time during which the impostor reports idle cores (s).
 const FALSE_REPORT_SECONDS: usize = 30;
@@ -46,7 +46,7 @@ impl ByzantineConnectionShare {
         while let Some([impostor_connections, all_connections]) =
             counts_by_second.get_mut(start.elapsed().as_secs() as usize)
         {
-            interrupt::ensure_not_interrupted()?;
+            interrupt_flag::ensure_not_interrupted()?;
             *impostor_connections +=
                 u64::from(HttpConnection::open_to(service, None)?.query_worker()?.server_number == impostor_number);
             *all_connections += 1;

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::cli_probe::OperatorCli;
 use super::document::DocumentGenerator;
-use super::drains::ExpectedServerDrains;
+use super::expected_drains::ExpectedServerDrains;
 use crate::topology::Testbed;
 
 /// Number of valid configuration changes per invalid change. The controller must reject the invalid ones.

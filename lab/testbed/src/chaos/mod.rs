@@ -2,10 +2,10 @@
 //! configuration changes. No connection may break, and no acknowledged change may be lost.
 //!
 //! * [`schedule`] and [`fault`] choose the faults and their times. [`test_env`] injects them with [`network`],
-//!   [`disk`], [`etcd`], [`byzantine_agent`] and [`crate::preload`].
+//!   [`tmpfs_disk`], [`etcd`], [`byzantine_agent`] and [`crate::preloaded_faults`].
 //! * [`traffic`] contains the clients.
 //! * [`config_mutator`] changes the configuration (see [`document`]), drains servers, and records acknowledgements (see
-//!   [`drains`]).
+//!   [`expected_drains`]).
 //! * [`byzantine_share`] measures how many connections a server attracts with false loads.
 //! * [`invariants`] checks values that must grow or stay equal. [`cli_probe`] runs the operator's commands.
 //! * [`outcome`] formats the results of a run.
@@ -14,16 +14,16 @@ pub mod byzantine_agent;
 pub mod byzantine_share;
 pub mod cli_probe;
 pub mod config_mutator;
-pub mod disk;
 pub mod document;
-pub mod drains;
 pub mod etcd;
+pub mod expected_drains;
 pub mod fault;
 pub mod invariants;
 pub mod network;
 pub mod outcome;
 pub mod schedule;
 pub mod test_env;
+pub mod tmpfs_disk;
 pub mod traffic;
 
 use std::collections::BTreeMap;
@@ -36,15 +36,14 @@ use anyhow::ensure;
 
 use crate::conformance::{SetFlagOnDrop, write_core_busy_times, write_random_core_busy_times};
 use crate::fleet::{CoreLoadSource, Fleet, TestbedFleetOptions, core_load_file_path, read_log_tails};
-use crate::interrupt;
+use crate::interrupt_flag;
 use crate::network_options::TestbedNetworkOptions;
 use crate::nginx::NginxServer;
-use crate::preload::PreloadedFaults;
+use crate::preloaded_faults::PreloadedFaults;
 use crate::topology::{Testbed, TestbedOptions};
 use byzantine_agent::FalseReportKind;
 use byzantine_share::ByzantineConnectionShare;
 use config_mutator::{ConfigWriter, ExpectedConfig};
-use disk::TmpfsDisk;
 use document::DocumentGenerator;
 use etcd::EtcdCluster;
 use fault::ChaosFaultKind;
@@ -52,6 +51,7 @@ use invariants::{InvariantChecker, ProcessResourceUsage};
 use outcome::{ChaosOutcome, FleetRecovery};
 use schedule::{FaultRoundGenerator, FleetComponentCounts, PlannedFault};
 use test_env::ChaosTestEnv;
+use tmpfs_disk::TmpfsDisk;
 use traffic::{TrafficClients, stream_service_address};
 
 /// Options of `coreward-lab testbed chaos`.
@@ -111,7 +111,7 @@ const MAX_OPEN_FILE_GROWTH: u64 = 16;
 
 /// Runs the chaos test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
-    interrupt::catch_signals()?;
+    interrupt_flag::catch_signals()?;
     let outcome = run_chaos_test("chaos", options)?;
     println!("{}", if options.json { serde_json::to_string_pretty(&outcome)? } else { outcome.to_string() });
     ensure!(outcome.has_passed(), "what must hold did not: see above");
@@ -349,7 +349,7 @@ impl<'a> ChaosRun<'a> {
         fault_events.sort_by_key(|(event_offset, is_end, _)| (*event_offset, *is_end));
         for (event_offset, is_end, planned_fault) in fault_events {
             while round_start.elapsed() < event_offset {
-                interrupt::ensure_not_interrupted()?;
+                interrupt_flag::ensure_not_interrupted()?;
                 self.env.restart_ended_daemons()?;
                 std::thread::sleep(EVENT_POLL_INTERVAL.min(event_offset.saturating_sub(round_start.elapsed())));
             }
@@ -402,7 +402,7 @@ impl<'a> ChaosRun<'a> {
         let recovery_start = Instant::now();
         let mut last_unmet_condition = None;
         loop {
-            interrupt::ensure_not_interrupted()?;
+            interrupt_flag::ensure_not_interrupted()?;
             self.env.restart_ended_daemons()?;
             let unmet_condition = match invariant_checker.query_status() {
                 Ok(status) => invariants::find_unconverged_reason(self.testbed, &status, recovery_start)

@@ -12,16 +12,16 @@ use coreward_tls::FleetRole;
 use nix::sys::signal::Signal;
 
 use super::byzantine_agent::{ByzantineAgent, FalseReportCounters, FalseReportKind};
-use super::disk::TmpfsDisk;
 use super::etcd::EtcdCluster;
 use super::fault::ChaosFault;
 use super::invariants::{ProcessResourceUsage, read_resource_usage};
 use super::network::NetworkFaults;
+use super::tmpfs_disk::TmpfsDisk;
 use crate::fleet::{
     FIRST_CONTROLLER_NAME, Fleet, agent_name, controller_address, coreward_binary_path, credential_file_paths,
     rack_controller_listen_address, read_log_tails,
 };
-use crate::preload::PreloadedFaults;
+use crate::preloaded_faults::PreloadedFaults;
 use crate::topology::Testbed;
 
 const NS_PER_SECOND: i64 = 1_000_000_000;

@@ -17,7 +17,7 @@ use crate::conformance::{download_once, parse_wrk_counts};
 use crate::connection_errors::BrokenConnectionCounts;
 use crate::http::{HttpConnection, WorkerIdentity};
 use crate::nginx::WORKER_IDENTITY_PATH;
-use crate::stream::client::{StreamClientProcess, StreamWorkload};
+use crate::stream_connections::client::{StreamClientProcess, StreamWorkload};
 use crate::topology::Testbed;
 
 /// Returns the address of the stream service. The web service (nginx) has [`Testbed::service_address`] instead.

@@ -7,41 +7,41 @@
 //! * [`options`]: command line
 //! * [`policy_run`]: testbed of one policy
 //! * [`timeline`]: times of the pool's changes, and seconds that count in the results
-//! * [`samples`]: variances computed from busy times
-//! * [`simulated`]: the same arrival logs in the simulator
+//! * [`load_variances`]: variances computed from busy times
+//! * [`simulated_variances`]: the same arrival logs in the simulator
 //! * [`results`]: the JSON and the table
-//! * [`picture`]: the SVG
+//! * [`variance_picture`]: the SVG
 //! * [`host_cpu`]: CPU load of the machine
 
 pub mod host_cpu;
+pub mod load_variances;
 pub mod options;
-pub mod picture;
 pub mod policy_run;
 pub mod results;
-pub mod samples;
 pub mod seed_summary;
-pub mod simulated;
+pub mod simulated_variances;
 pub mod timeline;
+pub mod variance_picture;
 
 use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use coreward_model::arrivals::{ArrivalLog, ConnectionWorkload};
+use coreward_model::arrival_log::{ArrivalLog, ConnectionWorkload};
 use coreward_model::replay::{ArrivalReplaySettings, ReplayPlacementMethod, replay_for_variances};
 use coreward_model::statistics::median;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::interrupt;
+use crate::interrupt_flag;
 use crate::topology::find_missing_privilege;
 use coreward_load::event_loop::now_ns;
 use host_cpu::HostCpuMeter;
+use load_variances::SeedRunMeasures;
 pub use options::{DemoOptions, DemoOutputFormat};
 use policy_run::PolicyTestbed;
 use results::{DemoResults, PolicyRuns};
-use samples::SeedRunMeasures;
-use simulated::SimulatedLoadVariances;
+use simulated_variances::SimulatedLoadVariances;
 use timeline::PoolChangeTimeline;
 
 /// Time from the start of the load generators to time 0 of the arrival log. The generators read the log meanwhile.
@@ -57,7 +57,7 @@ pub fn run_demo(options: &DemoOptions) -> anyhow::Result<()> {
     {
         bail!(privilege_error);
     }
-    interrupt::catch_signals()?;
+    interrupt_flag::catch_signals()?;
     fs::create_dir_all(&options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
     let log_files = write_arrival_logs(options)?;
     if options.simulated {
@@ -71,7 +71,7 @@ pub fn run_demo(options: &DemoOptions) -> anyhow::Result<()> {
     let demo_results = run_simulation_and_testbeds(options, &log_files, &progress_bar)?;
     progress_bar.finish_and_clear();
     fs::write(options.out.join("demo.json"), demo_results.to_json()?)?;
-    picture::draw_picture(&demo_results, &options.out.join("demo.svg"))?;
+    variance_picture::draw_picture(&demo_results, &options.out.join("demo.svg"))?;
     match options.format {
         DemoOutputFormat::Json => println!("{}", demo_results.to_json()?),
         DemoOutputFormat::Text => println!("{}", demo_results.to_text(&options.out)),
@@ -110,7 +110,7 @@ fn run_simulation_and_testbeds(
     // Simulate before the testbeds run, because the simulation's CPU load would disturb the measurements.
     show_progress_step(progress, "simulating the same logs under the same policies".to_owned());
     let simulated_variances = simulate_logs(options, logs);
-    interrupt::ensure_not_interrupted()?;
+    interrupt_flag::ensure_not_interrupted()?;
     let mut policy_testbeds = start_testbeds(options, logs[0].arrival_log.source_address_count, progress)?;
     let mut cpu_meter = HostCpuMeter::new()?;
     let mut policy_runs: Vec<PolicyRuns> =
@@ -147,7 +147,7 @@ fn start_testbeds(
         show_progress_step(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
         let testbed = PolicyTestbed::start(policy, options, client_addresses_per_log)?;
         progress.inc(1);
-        interrupt::ensure_not_interrupted()?;
+        interrupt_flag::ensure_not_interrupted()?;
         Ok(testbed)
     };
     options.selected_policies().into_iter().map(start_testbed).collect()
@@ -155,7 +155,7 @@ fn start_testbeds(
 
 fn simulate_logs(options: &DemoOptions, logs: &[ArrivalLogFile]) -> Vec<SimulatedLoadVariances> {
     let arrival_logs: Vec<&ArrivalLog> = logs.iter().map(|log| &log.arrival_log).collect();
-    simulated::simulate_policies(
+    simulated_variances::simulate_policies(
         options,
         &options.selected_policies(),
         &arrival_logs,
@@ -196,7 +196,7 @@ fn replay_log_on_testbeds(
     show_progress_step(progress, format!("seed {seed}"));
     cpu_meter.start_period()?;
     for second in 0..=timeline.run_seconds() {
-        interrupt::sleep_until(start_ns + second * 1_000_000_000)?;
+        interrupt_flag::sleep_until(start_ns + second * 1_000_000_000)?;
         for testbed in &mut *testbeds {
             testbed.record_busy_times()?;
         }

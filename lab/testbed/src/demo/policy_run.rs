@@ -14,8 +14,8 @@ use crate::paced_server::PacedServer;
 use crate::process::{DEFAULT_WAIT_TIMEOUT, TestbedProcess};
 use crate::topology::{Testbed, TestbedOptions};
 
+use super::load_variances::{BusyTimeSample, SeedRunMeasures};
 use super::options::{DemoOptions, TableTrigger};
-use super::samples::{BusyTimeSample, SeedRunMeasures};
 use super::timeline::{PoolChangeEvent, PoolChangeTimeline};
 
 /// Testbed of one policy, with all its daemons. Fields are dropped in the order of their declaration, so processes end

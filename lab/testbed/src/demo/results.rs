@@ -5,9 +5,9 @@ use std::path::Path;
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
-use super::samples::SeedRunMeasures;
+use super::load_variances::SeedRunMeasures;
 use super::seed_summary::MedianAndRange;
-use super::simulated::{SIMULATION_DRAW_COUNT, SimulatedLoadVariances};
+use super::simulated_variances::{SIMULATION_DRAW_COUNT, SimulatedLoadVariances};
 use super::timeline::{POOL_SETTLE_SECONDS, PoolChangeTimeline};
 
 /// Maximum busy share of the machine's CPU time (%) at which measured results are reliable.
@@ -331,7 +331,7 @@ pub fn build_simulated_variance_table(policies: &[&str], simulated_variances: &[
 pub(super) mod tests {
     use super::*;
     use crate::connection_errors::BrokenConnectionCounts;
-    use crate::demo::samples::LoadVarianceWindow;
+    use crate::demo::load_variances::LoadVarianceWindow;
     use crate::load::{DelayStatisticsUs, LoadClientReport};
 
     fn build_example_seed_measures(seed: u64, core_variance_pct: f64) -> SeedRunMeasures {

@@ -9,9 +9,9 @@ use std::time::Duration;
 use anyhow::{Context as _, bail, ensure};
 use coreward_load::event_loop::now_ns;
 use coreward_sim::figure::axes::FigureMetric;
-use coreward_sim::figure::job::SimulationJob;
 use coreward_sim::figure::live::{LiveFigureSample, ProgressCallback};
 use coreward_sim::figure::scenario::FigureScenario;
+use coreward_sim::figure::simulation_job::SimulationJob;
 use coreward_sim::rpc::{CoreSelectionPolicy, RpcSimulationConfig};
 
 use super::build_real_time_priority_command;

@@ -20,11 +20,11 @@ pub mod server_figure;
 use std::path::PathBuf;
 use std::process::Command;
 
-use crate::interrupt;
+use crate::interrupt_flag;
 
 /// Interrupts the measurement that is running at present.
 pub fn interrupt_measurement() {
-    interrupt::request_interruption();
+    interrupt_flag::request_interruption();
 }
 
 /// Returns a command that runs `program` with real-time priority, as if it had a separate machine or more CPUs.

@@ -4,9 +4,9 @@
 use std::collections::HashMap;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::figure::job::SimulationJob;
 use coreward_sim::figure::live::{LiveFigureSample, ProgressCallback};
 use coreward_sim::figure::scenario::FigureScenario;
+use coreward_sim::figure::simulation_job::SimulationJob;
 use coreward_sim::path;
 
 use super::dispatcher::{RunningDispatcher, build_key_value_service_config};

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 
 use anyhow::{Context as _, bail};
-use coreward_sim::figure::expand::{FigureRunPlan, PlotPoint};
-use coreward_sim::figure::job::SimulationJob;
+use coreward_sim::figure::figure_run_plan::{FigureRunPlan, PlotPoint};
 use coreward_sim::figure::live::LiveFigureSample;
 use coreward_sim::figure::scenario::FigureScenario;
+use coreward_sim::figure::simulation_job::SimulationJob;
 use coreward_sim::rpc;
 
 /// Returns the runs that the simulator would make for the scenario. Fails when the scenario's parameters are invalid.

@@ -119,9 +119,9 @@ pub fn measure_while_machine_idle(
     for attempt in 0..MAX_MEASUREMENT_ATTEMPTS {
         if attempt > 0 {
             let pause = (MEASUREMENT_RETRY_PAUSE * attempt * attempt).min(MAX_MEASUREMENT_RETRY_PAUSE);
-            crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
+            crate::interrupt_flag::sleep_until(now_ns() + pause.as_nanos() as u64)?;
         }
-        crate::interrupt::ensure_not_interrupted()?;
+        crate::interrupt_flag::ensure_not_interrupted()?;
         let report = run_load_generator(testbed, target, &options, time_limit)?;
         let lateness_us = report.lateness_us.p99.context("no request was sent")?;
         if lateness_us <= max_lateness_us {

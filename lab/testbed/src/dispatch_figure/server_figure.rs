@@ -6,9 +6,9 @@ use std::collections::HashMap;
 use anyhow::{Context as _, ensure};
 use coreward_load::workload::RequestMix;
 use coreward_sim::figure::axes::FigureMetric;
-use coreward_sim::figure::job::SimulationJob;
 use coreward_sim::figure::live::{LiveFigureSample, ProgressCallback};
 use coreward_sim::figure::scenario::FigureScenario;
+use coreward_sim::figure::simulation_job::SimulationJob;
 use coreward_sim::rpc::{self, CoreSelectionPolicy};
 
 use super::dispatcher::{RunningDispatcher, build_key_value_service_config};

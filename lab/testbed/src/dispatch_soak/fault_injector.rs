@@ -9,9 +9,9 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 use std::net::SocketAddrV4;
 
-use super::spoof::{FIRST_UNANSWERED_REQUEST_ID, ResponseSpoofer, UnansweredClient};
+use super::response_spoofer::{FIRST_UNANSWERED_REQUEST_ID, ResponseSpoofer, UnansweredClient};
 use super::test_env::{FIRST_LOAD_PORT, LOAD_FLOW_COUNT, SoakTestEnv, WORKER_COUNT};
-use crate::interrupt;
+use crate::interrupt_flag;
 
 /// Range of the pauses between consecutive faults (ms).
 const FAULT_PAUSE_RANGE_MS: std::ops::Range<u32> = 100..600;
@@ -112,7 +112,7 @@ impl<'a> FaultInjector<'a> {
         loop {
             let pause = self.random_duration(FAULT_PAUSE_RANGE_MS).min(end.saturating_duration_since(Instant::now()));
             std::thread::sleep(pause);
-            interrupt::ensure_not_interrupted()?;
+            interrupt_flag::ensure_not_interrupted()?;
             let now = Instant::now();
             let (due_workers, still_stopped_workers): (Vec<_>, Vec<_>) =
                 self.stopped_workers_and_resume_times.drain(..).partition(|(_, resume_at)| *resume_at <= now);

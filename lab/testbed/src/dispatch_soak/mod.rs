@@ -8,7 +8,7 @@
 
 pub mod counter_audit;
 pub mod fault_injector;
-pub mod spoof;
+pub mod response_spoofer;
 pub mod test_env;
 
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 
 use crate::process::DEFAULT_WAIT_TIMEOUT;
-use crate::{instance, interrupt};
+use crate::{instance, interrupt_flag};
 use counter_audit::{RequestCounterReading, SoakSegment};
 use fault_injector::{FaultCounts, FaultInjector};
 use test_env::SoakTestEnv;
@@ -62,7 +62,7 @@ pub struct DispatchSoakOutcome {
 
 /// Runs the soak test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
-    interrupt::catch_signals()?;
+    interrupt_flag::catch_signals()?;
     let outcome = run_soak_test(&instance::unique_testbed_name("dispatchsoak")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
     ensure!(outcome.violations.is_empty(), "what must hold did not: {}", outcome.violations.join("; "));

@@ -8,7 +8,7 @@ use coreward_model::forwarding::ForwardingMode;
 
 use super::names::{controller_address_in_family, rack_controller_listen_address};
 use crate::addresses::AddressFamily;
-use crate::preload::PreloadedFaults;
+use crate::preloaded_faults::PreloadedFaults;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedFleetOptions {

@@ -19,7 +19,7 @@ use super::store::{InMemoryStore, MAX_ADDED_PAIR_COUNT};
 use super::worker::{KeyValueWorker, ServiceTimeSource, SharedWorkerCounters, set_receive_buffer_size};
 use crate::core_load_file::SharedCounterFile;
 use crate::emulated_server::fork_worker;
-use crate::interrupt;
+use crate::interrupt_flag;
 
 /// Interval between the master process's checks for ended workers and for signals.
 const WORKER_PROCESS_POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -91,7 +91,7 @@ impl From<&[u64; SharedWorkerCounters::COUNTERS_PER_WORKER]> for KeyValueWorkerC
 /// Serves requests until SIGINT or SIGTERM, and then prints the counters of each worker as one line of JSON. Fails when
 /// it cannot listen, when an option is invalid, or when all workers have ended.
 pub fn run_key_value_server(args: &KeyValueServerArgs) -> anyhow::Result<()> {
-    interrupt::catch_signals()?;
+    interrupt_flag::catch_signals()?;
     let mut server = KeyValueMaster::new(args)?;
     let serve_result = if args.threads { server.serve_with_threads() } else { server.serve_with_processes() };
     println!("{}", serde_json::to_string(&server.read_all_counters())?);
@@ -209,7 +209,7 @@ impl<'a> KeyValueMaster<'a> {
             std::thread::Builder::new().name(format!("core{worker}")).spawn(run_worker)?;
         }
         self.publish_counter_files()?;
-        while interrupt::ensure_not_interrupted().is_ok() {
+        while interrupt_flag::ensure_not_interrupted().is_ok() {
             if let Ok(failure) = error_receiver.recv_timeout(WORKER_PROCESS_POLL_INTERVAL) {
                 return Err(failure);
             }
@@ -226,7 +226,7 @@ impl<'a> KeyValueMaster<'a> {
         }
         self.publish_counter_files()?;
         // Poll instead of calling wait(2), because a signal just before wait(2) would not end the call.
-        while interrupt::ensure_not_interrupted().is_ok() {
+        while interrupt_flag::ensure_not_interrupted().is_ok() {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {
                     let Some(worker) = worker_pids.iter().position(|worker| *worker == Some(pid)) else { continue };
@@ -255,7 +255,7 @@ impl<'a> KeyValueMaster<'a> {
     }
 
     fn run_worker(&self, number: u8, socket: &UdpSocket) -> anyhow::Result<std::convert::Infallible> {
-        interrupt::reset_signals_in_child()?;
+        interrupt_flag::reset_signals_in_child()?;
         let (counters, busy_ns) = (self.shared_worker_counters(number), self.worker_busy_time_counter(number));
         KeyValueWorker {
             worker_number: number.into(),

@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::dispatch_figure::dispatcher::RunningDispatcher;
 use crate::dispatch_figure::requests::{measure_while_machine_idle, raise_open_file_limit};
 use crate::topology::{Testbed, find_missing_privilege};
-use crate::{instance, interrupt};
+use crate::{instance, interrupt_flag};
 use knot::{DNS_SERVICE_ADDRESS, PLAIN_DNS_QUERY, SIGNED_DNS_QUERY};
 
 /// Value in [`KnotBenchmarkArgs::policies`] for runs without `coreward dispatch`, in which the kernel selects the
@@ -93,7 +93,7 @@ pub struct KnotPolicyComparison {
 }
 
 pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
-    interrupt::catch_signals()?;
+    interrupt_flag::catch_signals()?;
     print!("{}", compare_policies(args)?.render(args.format));
     Ok(())
 }

@@ -8,12 +8,12 @@ use coreward_sim::figure::scenario::{FigurePanel, FigureScenario};
 use super::method::PccMethod;
 use super::run::PccRun;
 use super::timeline;
-use crate::interrupt;
-use crate::stream::client::StreamWorkload;
+use crate::interrupt_flag;
+use crate::stream_connections::client::StreamWorkload;
 
 /// Interrupts the measurement that is running at present.
 pub fn interrupt_measurement() {
-    interrupt::request_interruption();
+    interrupt_flag::request_interruption();
 }
 
 /// Measures every series of `scenario` with every seed. The label of a series must be the name of a method. Fails when

@@ -14,8 +14,8 @@ pub mod method;
 pub mod run;
 pub mod timeline;
 
-use crate::interrupt;
-use crate::stream::client::StreamWorkload;
+use crate::interrupt_flag;
+use crate::stream_connections::client::StreamWorkload;
 use method::PccMethod;
 use run::PccRun;
 
@@ -32,7 +32,7 @@ pub struct PccMeasurementArgs {
 /// Measures one method and prints the results of each second as JSON. Fails without root, when a process does not
 /// start, or when interrupted. Also removes the testbed if it fails.
 pub fn main(args: &PccMeasurementArgs) -> anyhow::Result<()> {
-    interrupt::catch_signals()?;
+    interrupt_flag::catch_signals()?;
     let pcc_run = PccRun::measure_run(args.method, &args.streams, &|| ())?;
     println!("{}", serde_json::to_string_pretty(&pcc_run)?);
     Ok(())

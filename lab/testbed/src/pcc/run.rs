@@ -13,10 +13,10 @@ use crate::demo::host_cpu::HostCpuMeter;
 use crate::fleet::{CoreLoadSource, Fleet, ServerAdminState, TestbedFleetOptions};
 use crate::load::DelayStatisticsUs;
 use crate::process::DEFAULT_WAIT_TIMEOUT;
-use crate::stream::client::{StreamSecondCounts, StreamWorkload};
-use crate::stream::server::StreamServerProcess;
+use crate::stream_connections::client::{StreamSecondCounts, StreamWorkload};
+use crate::stream_connections::server::StreamServerProcess;
 use crate::topology::{Testbed, TestbedOptions, find_missing_privilege};
-use crate::{instance, interrupt};
+use crate::{instance, interrupt_flag};
 use coreward_load::event_loop::now_ns;
 
 /// Interval between the reports of an agent (ms). Servers in the Cheetah paper (NSDI'20) report at least ten times a
@@ -178,7 +178,7 @@ impl PccTestEnv {
         let warm_up_seconds = u64::from(streams.warm_up_seconds);
         let mut pending_changes = timeline::FLEET_CHANGES_BY_HALF_SECOND.iter().peekable();
         for half_second in 0..2 * (warm_up_seconds + u64::from(streams.seconds)) {
-            interrupt::sleep_until(start_ns + half_second * 500_000_000)?;
+            interrupt_flag::sleep_until(start_ns + half_second * 500_000_000)?;
             while let Some((_, due_changes)) = pending_changes
                 .next_if(|(change_half_second, _)| change_half_second + 2 * warm_up_seconds == half_second)
             {

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_model::arrivals::ConnectionWorkload;
+use coreward_model::arrival_log::ConnectionWorkload;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{CoreLoadSource, Fleet, ServerAdminState, TestbedFleetOptions, lab_binary_path};
 use coreward_testbed::{Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if};

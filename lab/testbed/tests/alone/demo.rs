@@ -5,7 +5,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use coreward_model::arrivals::ArrivalLog;
+use coreward_model::arrival_log::ArrivalLog;
 use coreward_testbed::fleet::lab_binary_path;
 use coreward_testbed::instance::find_leftover_paths;
 use coreward_testbed::{find_missing_testbed_rights, skip_if};

@@ -13,8 +13,8 @@ use coreward_testbed::fleet::{
     controller_api_address, coreward_binary_path,
 };
 use coreward_testbed::process::TestbedProcess;
-use coreward_testbed::stream::client::StreamWorkload;
-use coreward_testbed::stream::server::StreamServerProcess;
+use coreward_testbed::stream_connections::client::StreamWorkload;
+use coreward_testbed::stream_connections::server::StreamServerProcess;
 use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 

@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use coreward_metrics::table::Component;
+use coreward_metrics::metric_declarations::Component;
 use coreward_testbed::fleet::{
     Fleet, TestbedFleetOptions, certificate_directory, credential_directory, issue_certificate,
 };

@@ -1,6 +1,6 @@
 //! Daemons with only the capabilities of their systemd units work as with all capabilities.
 
-use coreward_metrics::table::Component;
+use coreward_metrics::metric_declarations::Component;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{Fleet, ServerAdminState, TestbedFleetOptions, systemd_unit_capabilities};
 use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};

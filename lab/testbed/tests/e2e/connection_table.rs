@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 use coreward_model::consistency::ConsistencyMode;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::TestbedFleetOptions;
-use coreward_testbed::stream::{STREAM_PACKET_BYTES, StreamRequest, stream_content_byte};
+use coreward_testbed::stream_connections::{STREAM_PACKET_BYTES, StreamRequest, stream_content_byte};
 use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, NetworkNamespace, TestbedOptions, find_missing_testbed_rights, skip_if};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;

@@ -8,7 +8,7 @@ use std::fs;
 use coreward_agent as _;
 use coreward_control_server as _;
 use coreward_lb as _;
-use coreward_metrics::table::{Component, METRIC_DECLARATIONS};
+use coreward_metrics::metric_declarations::{Component, METRIC_DECLARATIONS};
 use coreward_testbed::fleet::TestbedFleetOptions;
 use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, NetworkNamespace, TestbedOptions, find_missing_testbed_rights, skip_if};
 use prometheus_parse::{Scrape, Value};

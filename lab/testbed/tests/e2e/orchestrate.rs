@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use coreward_load::key_value::{KeyValueRequest, MAX_DATAGRAM_BYTES, key_name, parse_response};
-use coreward_metrics::table::Component;
+use coreward_metrics::metric_declarations::Component;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::DEFAULT_WAIT_TIMEOUT;
 use coreward_testbed::fleet::{coreward_binary_path, lab_binary_path};

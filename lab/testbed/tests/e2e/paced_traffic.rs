@@ -5,7 +5,7 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use coreward_model::arrivals::{ArrivalLog, ConnectionArrival, ConnectionWorkload};
+use coreward_model::arrival_log::{ArrivalLog, ConnectionArrival, ConnectionWorkload};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::lab_binary_path;
 use coreward_testbed::load::LoadClientReport;

@@ -18,8 +18,8 @@ use coreward_testbed::fleet::{
     credential_directory,
 };
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::stream::client::StreamWorkload;
-use coreward_testbed::stream::server::StreamServerProcess;
+use coreward_testbed::stream_connections::client::StreamWorkload;
+use coreward_testbed::stream_connections::server::StreamServerProcess;
 use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use coreward_tls::FleetRole;
 use serde_json::Value;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{ServerAdminState, TestbedFleetOptions};
-use coreward_testbed::stream::StreamRequest;
+use coreward_testbed::stream_connections::StreamRequest;
 use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use socket2::SockRef;
 use zerocopy::IntoBytes as _;

@@ -9,7 +9,7 @@ use coreward_intf as intf;
 use coreward_model::consistency::ConsistencyMode;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::TestbedFleetOptions;
-use coreward_testbed::stream::client::{StreamClientProcess, StreamWorkload};
+use coreward_testbed::stream_connections::client::{StreamClientProcess, StreamWorkload};
 use coreward_testbed::{TestbedOptions, find_missing_testbed_rights, skip_if};
 use libbpf_rs::MapHandle;
 use zerocopy::{FromBytes, IntoBytes};

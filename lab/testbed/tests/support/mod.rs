@@ -9,11 +9,11 @@ use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use coreward_daemon::drop_capabilities;
-use coreward_metrics::table::Component;
+use coreward_metrics::metric_declarations::Component;
 use coreward_testbed::fleet::{CoreLoadSource, Fleet, ServerAdminState, TestbedFleetOptions, build_operator_command};
 use coreward_testbed::http::{HttpConnection, WorkerIdentity};
-use coreward_testbed::stream::client::{StreamClientProcess, StreamReport, StreamWorkload};
-use coreward_testbed::stream::server::StreamServerProcess;
+use coreward_testbed::stream_connections::client::{StreamClientProcess, StreamReport, StreamWorkload};
+use coreward_testbed::stream_connections::server::StreamServerProcess;
 use coreward_testbed::{DEFAULT_WAIT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, counters};
 
 pub type ConnectionsAndWorkers = Vec<(HttpConnection, WorkerIdentity)>;

@@ -15,7 +15,7 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng;
 
 use super::FOREIGN_TIME_KEY;
-use super::compared_lb::ModelCheckedLb;
+use super::model_checked_lb::ModelCheckedLb;
 
 /// Verdict of an XDP program that drops the packet (linux/bpf.h).
 pub const XDP_DROP: i32 = 1;

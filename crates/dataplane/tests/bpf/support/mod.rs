@@ -1,11 +1,11 @@
 //! Test packets. The code that builds and checks them is independent of the BPF programs.
 
 pub mod balancer;
-pub mod compared_lb;
 pub mod dispatch_env;
-pub mod hand_client;
+pub mod model_checked_lb;
 pub mod network;
 pub mod packet_socket;
+pub mod raw_tcp_client;
 pub mod server_env;
 pub mod stateful;
 pub mod tunnel;

@@ -9,8 +9,8 @@ use std::thread::JoinHandle;
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::test_run::ReceiveQueueId;
 
-use crate::cpus::{self, CALLING_THREAD_PID};
 use crate::namespace;
+use crate::thread_cpus::{self, CALLING_THREAD_PID};
 use crate::xdp::runner::{PacketGenerator, PacketRunner, PacketVariation};
 use crate::xdp::workload::{XDP_TX, syn_frame_template};
 
@@ -116,7 +116,7 @@ impl Drop for SynFlooder {
 /// Binds the calling thread to `cpu`, and creates a runner of SYNs in a new network namespace. The SYNs have another
 /// receive queue and row of counters than the measured packets, as on a NIC with RSS.
 fn create_flood_runner(cpu: usize) -> anyhow::Result<PacketRunner> {
-    cpus::bind_to_cpu(CALLING_THREAD_PID, cpu)?;
+    thread_cpus::bind_to_cpu(CALLING_THREAD_PID, cpu)?;
     namespace::enter_new_network_namespace()?;
     namespace::run_ip_command("link add flood0 numrxqueues 2 numtxqueues 2 type veth peer name flood1")?;
     let interface = nix::net::if_::if_nametoindex("flood0").context("the index of flood0")?;

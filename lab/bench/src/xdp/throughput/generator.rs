@@ -9,7 +9,7 @@ use coreward_dataplane::test_run;
 use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
-use super::wire::VethPair;
+use super::veth_pair::VethPair;
 use crate::xdp::runner::{FrameTemplate, PacketVariation};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]

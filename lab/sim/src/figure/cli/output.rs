@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
+use crate::figure::atomic_file_writes::write_atomically;
 use crate::figure::embedded::EmbeddedScenario;
 use crate::figure::result::{FigureProvenance, FigureResult};
 use crate::figure::scenario::FigureScenario;
-use crate::figure::write::write_atomically;
 use crate::figure::{draw, page};
 
 pub struct FigureOutputDirectory {

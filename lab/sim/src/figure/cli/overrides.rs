@@ -3,9 +3,9 @@
 use anyhow::ensure;
 use coreward_config::Spanned;
 
-use crate::figure::point::is_same_x;
+use crate::figure::axis_points::is_same_x;
 use crate::figure::scenario::FigureScenario;
-use crate::names::UnknownName;
+use crate::unknown_name::UnknownName;
 
 /// Command-line options that override settings of a live figure's scenario.
 #[derive(Debug, Clone, Default, clap::Args)]

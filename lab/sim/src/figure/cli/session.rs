@@ -11,7 +11,7 @@ use crate::figure::live::{LiveFigure, ProgressCallback};
 use crate::figure::result::FigureResult;
 use crate::figure::scenario::FigureScenario;
 use crate::figure::table::FigureTable;
-use crate::figure::{live, run};
+use crate::figure::{figure_run, live};
 
 /// Exit code of a process that a signal interrupted (128 + SIGINT).
 const INTERRUPT_EXIT_CODE: i32 = 130;
@@ -64,7 +64,7 @@ impl FigureSession {
             progress_bar.set_position(finished_count as u64);
         };
         let (table, provenance) = match &figure.live_figure {
-            None => (run::simulate_scenario(&figure.scenario, &report_progress), figure.provenance.clone()),
+            None => (figure_run::simulate_scenario(&figure.scenario, &report_progress), figure.provenance.clone()),
             Some(live_figure) => (
                 self.measure_live_figure(live_figure, &figure.scenario, &report_progress),
                 figure.provenance.clone().with_machine(live::describe_machine()),

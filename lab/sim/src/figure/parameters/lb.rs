@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use super::{ParsedTextParameter, ScenarioParameterError, parameters, to_integer};
 use crate::figure::axes::{FigureMetric, SweepAxis};
-use crate::figure::job::{OutcomeValueQuery, SimulationJob};
+use crate::figure::simulation_job::{OutcomeValueQuery, SimulationJob};
 use crate::lb::LbSimulationConfig;
 use crate::trace::TraceSource;
 

@@ -16,7 +16,7 @@ pub use pcc::PccParameters;
 pub use rpc::{RpcParameters, throughput_at_load};
 
 use super::axes::{FigureMetric, SweepAxis};
-use crate::names::UnknownName;
+use crate::unknown_name::UnknownName;
 
 /// Reason why parameters are invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]

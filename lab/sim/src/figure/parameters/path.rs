@@ -2,7 +2,7 @@
 
 use super::{ParsedTextParameter, ScenarioParameterError, parameters, to_integer};
 use crate::figure::axes::{FigureMetric, SweepAxis};
-use crate::figure::job::{OutcomeValueQuery, SimulationJob};
+use crate::figure::simulation_job::{OutcomeValueQuery, SimulationJob};
 use crate::path::{PathSimulationConfig, ReportPhase};
 use crate::rpc::{CoreSelectionPolicy, ServiceTimeDistribution};
 

@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use super::{NamedChoiceParameter, ParsedTextParameter, ScenarioParameterError, parameters, to_integer};
 use crate::figure::axes::{FigureMetric, SweepAxis};
-use crate::figure::job::{OutcomeValueQuery, SimulationJob};
+use crate::figure::simulation_job::{OutcomeValueQuery, SimulationJob};
 use crate::pcc::{
     BalancingMethod, ConnectionArrivalProcess, LoadInfo, MAX_HASH_INDEX_BITS, MAX_HISTORY_TAG_BITS,
     PccSimulationConfig, PlannedClusterChanges,

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 
 use super::{NamedChoiceParameter, ParsedTextParameter, ScenarioParameterError, parameters, to_integer};
 use crate::figure::axes::{FigureMetric, SweepAxis};
-use crate::figure::job::{OutcomeValueQuery, SimulationJob};
+use crate::figure::simulation_job::{OutcomeValueQuery, SimulationJob};
 use crate::rpc::{
     self, CoreSelectionPolicy, JbsrqOptions, PeakLoadSearchConfig, RpcSimulationConfig, ServiceTimeDistribution,
 };

@@ -5,9 +5,9 @@ use std::ops::Range;
 use coreward_config::{ConfigDiagnostic, Spanned, TomlSource};
 
 use super::{FigurePanel, FigureScenario, PlotType, SweepAxis};
-use crate::figure::claim::{Assertion, FigureQuantity, QuantityRatio};
-use crate::figure::point::is_same_x;
-use crate::names::UnknownName;
+use crate::figure::axis_points::is_same_x;
+use crate::figure::figure_claim::{Assertion, FigureQuantity, QuantityRatio};
+use crate::unknown_name::UnknownName;
 
 const MAX_SEED_COUNT: u64 = 1_000;
 

@@ -4,27 +4,27 @@
 //! request that arrives at this time. A simulation can therefore have many servers and advance each only at its own
 //! events.
 
-mod allocated;
-mod delay;
 mod dfcfs;
 mod fifo;
+mod interface_delay;
 mod priority;
-mod queued;
-mod rebalance;
-mod sharing;
+mod processor_sharing;
+mod queue_discipline;
+mod ringleader_server;
+mod rss_rebalancing;
 mod spec;
 mod stealing;
 
 use std::collections::VecDeque;
 
-pub use allocated::RingLeaderServer;
 use coreward_model::dispatch::{DispatchHeader, RequestDispatcher};
 pub use dfcfs::GroupedFcfsDispatcher;
 pub use fifo::FifoCores;
 pub use priority::PriorityCores;
-pub use queued::QueueDisciplineCores;
-pub use rebalance::RebalancedServer;
-pub use sharing::ProcessorSharingCores;
+pub use processor_sharing::ProcessorSharingCores;
+pub use queue_discipline::QueueDisciplineCores;
+pub use ringleader_server::RingLeaderServer;
+pub use rss_rebalancing::RebalancedServer;
 pub use spec::{ServerSpec, ServerVisitor};
 pub use stealing::StealingCores;
 

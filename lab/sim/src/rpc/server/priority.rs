@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use coreward_model::dispatch::TournamentTree;
 
 use super::SimulatedRequest;
-use super::queued::QueueDiscipline;
+use super::queue_discipline::QueueDiscipline;
 use crate::rpc::ticks::Tick;
 
 /// Cores that have one queue per service. A core serves the service of highest priority first, and its requests in

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use coreward_model::dispatch::{LongestQueueStealing, TournamentTree};
 
 use super::SimulatedRequest;
-use super::queued::QueueDiscipline;
+use super::queue_discipline::QueueDiscipline;
 use crate::rpc::ticks::Tick;
 
 /// Cores, each of which serves its own queue in order of arrival. An idle core steals a waiting request from another

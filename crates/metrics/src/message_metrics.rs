@@ -2,10 +2,10 @@
 
 use coreward_wire::v1;
 
+use crate::metric_declarations::MetricKind::{Counter, Gauge, MaxGauge};
+use crate::metric_declarations::{Component, MetricFamily, declare_family};
 use crate::metrics;
 use crate::snapshot::MetricsSnapshot;
-use crate::table::MetricKind::{Counter, Gauge, MaxGauge};
-use crate::table::{Component, MetricFamily, declare_family};
 
 /// Daemons whose metrics contain the request counts of UDP services.
 const DISPATCH_METRIC_COMPONENTS: &[Component] = &[Component::Controller, Component::Agent, Component::Dispatch];
@@ -175,7 +175,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::table::METRIC_DECLARATIONS;
+    use crate::metric_declarations::METRIC_DECLARATIONS;
 
     #[test]
     fn dispatch_counters_include_every_declared_dispatch_metric() {

@@ -6,7 +6,7 @@ use coreward_config::TomlSource;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{ServerTraffic, ServiceIndex, TrafficCountsMessage};
 
-use super::on_change::{PlacementTableWithTrigger, TableInputPollCursor};
+use super::due_tables::{PlacementTableWithTrigger, TableInputPollCursor};
 use super::tests::build_plain_report;
 use super::{AgentSession, ClockReadings, Controller};
 use coreward_fleet::config::FleetConfig;

@@ -2,12 +2,12 @@
 
 use super::arrivals::{ConnectionSource, settling_time};
 use super::balancer::LoadBalancerSet;
-use super::clock::{Nanoseconds, seconds_to_nanoseconds};
 use super::cluster::{Cluster, ClusterChange};
 use super::connections::{OpenConnection, OpenConnectionSet};
 use super::mix::ConnectionMix;
 use super::outcome::{PccSeedResult, PerSecondCounts};
 use super::schedule::{ClusterChangeSchedule, max_cluster_size_deviation};
+use super::simulated_nanoseconds::{Nanoseconds, seconds_to_nanoseconds};
 use super::{PccSimulationConfig, PlannedClusterChanges};
 
 /// Returns the number of servers that are outside the pool at the start.

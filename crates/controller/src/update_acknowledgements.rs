@@ -7,9 +7,9 @@ use coreward_wire::v1;
 use super::agent::Agent;
 use super::{ClockReadings, Controller};
 use coreward_fleet::fleet::ServerAdminState;
+use coreward_metrics::metric_declarations::MetricKind::{Gauge, MaxGauge};
+use coreward_metrics::metric_declarations::{Component, MetricFamily, declare_family};
 use coreward_metrics::metrics;
-use coreward_metrics::table::MetricKind::{Gauge, MaxGauge};
-use coreward_metrics::table::{Component, MetricFamily, declare_family};
 
 metrics! {
     GENERATION_LAG: MetricFamily<2> = declare_family(

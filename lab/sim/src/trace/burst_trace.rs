@@ -7,7 +7,7 @@
 use std::str::FromStr;
 
 use super::campus::{ActiveFlow, FlowGenerator, KeyedFirstPacket, append_packets, sort_batch};
-use super::settings::{TrafficSettingError, parse_settings};
+use super::traffic_settings::{TrafficSettingError, parse_settings};
 use super::{PacketBatch, PacketTrace, TraceError};
 
 /// Start of the burst (ns after the trace's start). It is within the first window, which is not measured.

@@ -27,7 +27,7 @@ use zerocopy::IntoBytes as _;
 use super::{STREAM_REQUEST_BYTES, StreamRequest, raise_open_file_limit, stream_content_byte};
 use crate::connection_errors::{BrokenConnectionCounts, CONNECTION_DATA_TIMEOUT_NS, ConnectionFailure};
 use crate::fleet::lab_binary_path;
-use crate::interrupt;
+use crate::interrupt_flag;
 use crate::load::{DelayStatisticsUs, new_delay_histogram, nth_address};
 use crate::process::TestbedProcess;
 use crate::topology::Testbed;
@@ -162,10 +162,10 @@ impl StreamSecondCounts {
 /// client lacks an address, or when its addresses have too few ports for the run.
 pub fn run_stream_client(args: &StreamClientArgs) -> anyhow::Result<()> {
     raise_open_file_limit()?;
-    interrupt::catch_signals()?;
+    interrupt_flag::catch_signals()?;
     let mut event_loop = StreamClientEventLoop::new(args)?;
     while event_loop.process_due_events()? {
-        if interrupt::ensure_not_interrupted().is_err() {
+        if interrupt_flag::ensure_not_interrupted().is_err() {
             event_loop.end_after_current_second(now_ns());
         }
     }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Problem;
 use crate::endpoints::DEFAULT_MAX_REQUEST_BODY_BYTES;
-use crate::work::{self, RequestWorkSize};
+use crate::request_work::{self, RequestWorkSize};
 
 /// Extractor of the parameters in a request's query.
 #[derive(Debug, FromRequestParts)]
@@ -39,7 +39,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
         let work_size =
             if bytes.len() > DEFAULT_MAX_REQUEST_BODY_BYTES { RequestWorkSize::Large } else { RequestWorkSize::Small };
         let axum::Json(JsonObject(body)) =
-            work::run_on_worker_thread(work_size, move || axum::Json::from_bytes(&bytes)).await??;
+            request_work::run_on_worker_thread(work_size, move || axum::Json::from_bytes(&bytes)).await??;
         Ok(Self(body))
     }
 }

@@ -12,10 +12,10 @@ use coreward_model::tuple::TransportProtocol;
 
 use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
-use crate::gen_state::{GeneratedService, PacketGeneratorState, TableConnection};
 use crate::harness::{LOAD_BALANCER_MAC, TIME_KEY};
+use crate::packet_generator_state::{GeneratedService, PacketGeneratorState, TableConnection};
 use crate::server_networks::SERVER_VLAN_IDS;
-use crate::{ipv6, mutate};
+use crate::{ipv6_translation, mutate};
 
 const TCP_FLAG_FIN: u8 = 0x01;
 const TCP_FLAG_SYN: u8 = 0x02;
@@ -34,7 +34,7 @@ pub fn write_random_packet(state: &PacketGeneratorState, rng: &mut FuzzRng, pack
         20..40 => write_packet_from_server(state, rng, packet),
         _ => write_packet_to_service(state, rng, packet),
     }
-    ipv6::translate_to_ipv6(rng, packet);
+    ipv6_translation::translate_to_ipv6(rng, packet);
     // Some packets come from another load balancer.
     if rng.random_bool(1, 10) {
         packet[6..12].copy_from_slice(&rng.pick(&state.owner_macs));
@@ -211,7 +211,7 @@ fn write_icmp_message(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &
         TransportProtocol::Udp => quoted_header
             .append_datagram(&mut quoted_packet, |packet| frame::append_udp_datagram(packet, (vip.1, client.1), 20)),
         TransportProtocol::Tcp => {
-            let tsval = random_tsecr(state, service, rng, ipv6::four_tuple(client, vip));
+            let tsval = random_tsecr(state, service, rng, ipv6_translation::four_tuple(client, vip));
             let timestamp_option = timestamp_option(tsval, rng.next_u32());
             let tcp_options = random_quoted_tcp_options(rng, &timestamp_option);
             let tcp_header = TcpHeader {
@@ -278,7 +278,7 @@ fn random_tcp_header(
         9..12 => TCP_FLAG_ACK | TCP_FLAG_PSH,
         _ => TCP_FLAG_ACK,
     };
-    let tsecr = random_tsecr(state, service, rng, ipv6::four_tuple(client, vip));
+    let tsecr = random_tsecr(state, service, rng, ipv6_translation::four_tuple(client, vip));
     TcpHeader {
         source_and_destination_ports: (client.1, vip.1),
         tcp_flags,
@@ -345,7 +345,7 @@ fn table_index_of_connection(
     }
     let is_same_connection = |entry: &&TableConnection| {
         entry.service_slot == service.service_slot
-            && ipv6::four_tuple(entry.client_address, service.ipv4_address) == *tuple
+            && ipv6_translation::four_tuple(entry.client_address, service.ipv4_address) == *tuple
     };
     state.table_connections.iter().rev().find(is_same_connection).map(|entry| entry.table_index)
 }

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use crate::check_tally::CheckTally;
 use crate::debian::{DebianMachine, NamedGuestFile};
 use crate::guest::QemuGuest;
 use crate::packages::FetchedPackages;
-use crate::tally::CheckTally;
 
 const SYSTEMD_GUEST_NAME: &str = "Debian with systemd";
 /// Names of the daemons, in the order in which they start.

@@ -10,11 +10,11 @@ use coreward_model::dispatch::{
     RankArrays, RankLambda, RankedService, ReleasedRequest, WorkerStallDetector,
 };
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
-use coreward_runtime::layout::SegmentGeometry;
-use coreward_runtime::message::{LoadHintMessage, LoadHintTrigger, WorkerMessage};
+use coreward_runtime::segment_layout::SegmentGeometry;
+use coreward_runtime::worker_message::{LoadHintMessage, LoadHintTrigger, WorkerMessage};
 use coreward_runtime::{RuntimeError, SegmentServiceEntry};
 
-use crate::buffers::RequestBufferPool;
+use crate::request_buffers::RequestBufferPool;
 
 /// Maximum number of responses that are received from one core in one batch. The same limit applies to messages.
 const MAX_RESPONSES_PER_BATCH: usize = 64;

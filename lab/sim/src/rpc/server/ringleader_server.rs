@@ -8,9 +8,9 @@ use coreward_model::dispatch::{
     ScaleDownCondition, ScaleUpCondition,
 };
 
-use super::delay::DelayLine;
+use super::interface_delay::DelayLine;
 use super::priority::PriorityCores;
-use super::queued::QueueDisciplineCores;
+use super::queue_discipline::QueueDisciplineCores;
 use super::{NicServer, QueueingServer, ResponseSink, SimulatedRequest};
 use crate::rpc::ticks::{NEVER, Tick};
 

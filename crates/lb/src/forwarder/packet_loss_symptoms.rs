@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::{ethtool, lb, veth};
-use coreward_model::recent::{COUNTER_GROWTH_WINDOW, RecentCounterSamples, most_handshakes_fail};
+use coreward_model::counter_growth::{COUNTER_GROWTH_WINDOW, RecentCounterSamples, most_handshakes_fail};
 use coreward_model::tuple::TransportProtocol;
 use coreward_wire::ServiceIndex;
 

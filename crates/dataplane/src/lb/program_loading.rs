@@ -12,8 +12,8 @@ use coreward_model::cookie::CookieKey;
 
 use super::link::XdpLink;
 use super::program::{self, BpfMapSizes, LoadBalancerMaps};
+use super::program_variant::ProgramVariant;
 use super::services::{ForwardedService, read_services, required_program_features};
-use super::variant::ProgramVariant;
 use super::{LoadBalancerOptions, connections, placement, vlans};
 
 /// Attached program of an earlier process.

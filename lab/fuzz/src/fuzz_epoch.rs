@@ -3,11 +3,11 @@
 use coreward_model::connection_table::TableOwnerNumber;
 use coreward_model::lb::FrameOutcome;
 
-use crate::change::{LoadBalancerStateChange, ModelDifference};
 use crate::fuzz_rng::FuzzRng;
-use crate::gen_state::PacketGeneratorState;
 use crate::harness::{FuzzHarness, FuzzHarnessSetup};
-use crate::{frame, generate};
+use crate::packet_generator_state::PacketGeneratorState;
+use crate::state_change::{LoadBalancerStateChange, ModelDifference};
+use crate::{frame, packet_generator};
 
 pub const PACKETS_PER_EPOCH: u64 = 200_000;
 /// Number of packets between two comparisons of the program's state with the model's.
@@ -110,7 +110,7 @@ impl FuzzEpoch {
 
     /// Generates the next packet, stores it in `self.packet_buffer`, and processes it in the harness.
     fn process_next_packet(&mut self) -> anyhow::Result<(FrameOutcome, Option<ModelDifference>)> {
-        generate::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet_buffer);
+        packet_generator::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet_buffer);
         self.processed_packet_count += 1;
         let (outcome, difference) = self.harness.process_packet(&self.packet_buffer)?;
         self.generator_state.record_table_connection(&outcome, &frame::strip_vlan_tag(&self.packet_buffer));

@@ -7,10 +7,10 @@ use coreward_model::policy::{MAGLEV_PAPER_SIZE, maglev_table, modulo_table, ring
 use super::PccSimulationConfig;
 use super::balancer::{LoadBalancerSet, PlacedConnection};
 use super::buckets::BucketTable;
-use super::clock::Nanoseconds;
 use super::cluster::{Cluster, server_id};
 use super::connections::{OpenConnection, OpenConnectionSet};
 use super::method::HashBucketLayout;
+use super::simulated_nanoseconds::Nanoseconds;
 
 /// Returns the smallest power of two that gives every server at least `buckets_per_server` buckets.
 pub fn bucket_count_for_servers(servers: usize, buckets_per_server: u32) -> usize {

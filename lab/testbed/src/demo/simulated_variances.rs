@@ -7,13 +7,13 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use coreward_model::arrivals::ArrivalLog;
+use coreward_model::arrival_log::ArrivalLog;
 use coreward_model::policy;
 use coreward_model::replay::{ArrivalReplaySettings, ReplayPoolChange, ReplayReportPhase, replay_for_busy_times};
 use coreward_model::statistics::median;
 
+use super::load_variances::{BusyTimeSample, MeanLoadVariances, compute_variance_windows};
 use super::options::DemoOptions;
-use super::samples::{BusyTimeSample, MeanLoadVariances, compute_variance_windows};
 use super::seed_summary::MedianAndRange;
 use super::timeline::{PoolChangeEvent, PoolChangeTimeline};
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use nix::unistd::Pid;
 
-use crate::cpus;
 use crate::namespace;
+use crate::thread_cpus;
 pub use crate::xdp::workload::LOAD_BALANCER_MAC;
 
 /// Pair of veth devices, which is removed with its network namespace.
@@ -81,7 +81,7 @@ impl NapiThread {
         namespace::run_script_with_namespace_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
             .with_context(|| format!("threaded NAPI for {device}"))?;
         let thread_id = find_thread_by_prefix(&format!("napi/{device}-"))?;
-        cpus::bind_to_cpu(thread_id, cpu)?;
+        thread_cpus::bind_to_cpu(thread_id, cpu)?;
         raise_thread_priority(thread_id)?;
         Ok(Self { device_name: device.to_owned(), thread_id })
     }

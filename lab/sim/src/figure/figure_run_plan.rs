@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 
 use super::axes::SweepAxis;
-use super::job::{OutcomeValueQuery, SimulationJob};
 use super::parameters::ScenarioParameterError;
 use super::scenario::{FigurePanel, FigureScenario, FigureSeries};
+use super::simulation_job::{OutcomeValueQuery, SimulationJob};
 
 /// All runs that a scenario needs, and the places in the figure where their values appear.
 #[derive(Debug)]

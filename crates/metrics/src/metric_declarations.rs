@@ -107,16 +107,17 @@ impl HistogramMetric {
 #[linkme::distributed_slice]
 pub static METRIC_DECLARATIONS: [&'static MetricDeclaration];
 
-/// Declares metrics as statics, and adds them to [`METRIC_DECLARATIONS`](crate::table::METRIC_DECLARATIONS).
+/// Declares metrics as statics, and adds them to
+/// [`METRIC_DECLARATIONS`](crate::metric_declarations::METRIC_DECLARATIONS).
 #[macro_export]
 macro_rules! metrics {
     ($($visibility:vis $name:ident: $type:ty = $value:expr;)+) => {
         $(
             $visibility static $name: $type = $value;
             const _: () = {
-                #[$crate::linkme::distributed_slice($crate::table::METRIC_DECLARATIONS)]
+                #[$crate::linkme::distributed_slice($crate::metric_declarations::METRIC_DECLARATIONS)]
                 #[linkme(crate = $crate::linkme)]
-                static DECLARATION: &$crate::table::MetricDeclaration = $name.declaration();
+                static DECLARATION: &$crate::metric_declarations::MetricDeclaration = $name.declaration();
             };
         )+
     };

@@ -17,20 +17,20 @@ use coreward_model::tuple::TransportProtocol;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::change::LoadBalancerStateChange;
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::{FuzzHarnessSetup, LOAD_BALANCER_MAC};
-use crate::ipv6;
+use crate::ipv6_translation;
 use crate::server_networks::SERVER_VLAN_IDS;
+use crate::state_change::LoadBalancerStateChange;
 
 /// VIPs of generated services. Two of them are placeholders for IPv6 VIPs.
 const SERVICE_VIPS: [Ipv4Addr; 5] = [
     Ipv4Addr::new(10, 200, 0, 1),
     Ipv4Addr::new(10, 200, 0, 2),
     Ipv4Addr::new(192, 0, 2, 255),
-    ipv6::IPV6_VIP_PLACEHOLDERS[0],
-    ipv6::IPV6_VIP_PLACEHOLDERS[1],
+    ipv6_translation::IPV6_VIP_PLACEHOLDERS[0],
+    ipv6_translation::IPV6_VIP_PLACEHOLDERS[1],
 ];
 /// Ports of generated services. There are few of them, so that a packet to another port of a VIP often belongs to
 /// another service.
@@ -172,7 +172,8 @@ impl PacketGeneratorState {
         }
         let service_count = 1 + rng.random_below(5);
         while services.len() < service_count {
-            let socket = ipv6::service_socket_address((rng.pick(&self.allowed_vips), rng.pick(&SERVICE_PORTS)));
+            let socket =
+                ipv6_translation::service_socket_address((rng.pick(&self.allowed_vips), rng.pick(&SERVICE_PORTS)));
             let address = ServiceAddress { vip_and_port: socket, protocol: rng.pick(&self.allowed_protocols) };
             if !services.iter().any(|(other_address, _)| *other_address == address) {
                 services.push((address, self.random_service_settings(address.protocol, rng)));
@@ -231,7 +232,7 @@ impl PacketGeneratorState {
             let previous_service = previous_services.iter().find(|service| service.address == *address);
             let vip = match address.vip_and_port.ip() {
                 IpAddr::V4(vip) => vip,
-                IpAddr::V6(vip) => ipv6::ipv4_for_ipv6(vip),
+                IpAddr::V6(vip) => ipv6_translation::ipv4_for_ipv6(vip),
             };
             let (server_ids, server_macs) = previous_service
                 .map_or_else(Default::default, |service| (service.server_ids.clone(), service.server_macs.clone()));
@@ -315,8 +316,10 @@ impl PacketGeneratorState {
             return;
         };
         let read_address_bytes = |offset: usize| <[u8; 4]>::try_from(&frame[offset..offset + 4]).expect("four bytes");
-        let (client_ip, transport_offset) = match ipv6::parse_frame(frame) {
-            Some(headers) => (ipv6::ipv4_for_ipv6(headers.source_and_destination[0]), headers.transport_offset),
+        let (client_ip, transport_offset) = match ipv6_translation::parse_frame(frame) {
+            Some(headers) => {
+                (ipv6_translation::ipv4_for_ipv6(headers.source_and_destination[0]), headers.transport_offset)
+            }
             None => (
                 Ipv4Addr::from(read_address_bytes(ETHERNET_HEADER_BYTES + 12)),
                 ETHERNET_HEADER_BYTES + usize::from(frame[ETHERNET_HEADER_BYTES] & 0xf) * 4,

@@ -3,7 +3,7 @@
 
 use coreward_model::dispatch::TournamentTree;
 
-use super::delay::DelayLine;
+use super::interface_delay::DelayLine;
 use super::{ServerCores, SimulatedRequest, SimulatedResponse};
 use crate::rpc::ticks::{NEVER, Tick};
 

@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 
 use coreward_model::dispatch::{LoadCheckInterval, LoadHint, ScaleDownCondition, ScaleUpCondition};
 
-use crate::layout::RawWorkerMessage;
+use crate::segment_layout::RawWorkerMessage;
 
 /// Condition under which a service's load monitor sends hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

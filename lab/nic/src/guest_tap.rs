@@ -13,8 +13,8 @@ use nix::sys::socket::{LinkAddr, MsgFlags, sendto};
 use socket2::{Domain, Socket, Type};
 
 use crate::guest::{FIRST_NIC_MAC, FIRST_TAP_NAME};
+use crate::host_commands::{command_tied_to_parent, run_command_to_end};
 use crate::packages::FetchedPackages;
-use crate::process::{command_tied_to_parent, run_command_to_end};
 
 /// Destination of IPv4 SYNs, which is an address on the guest's loopback.
 pub const IPV4_SYN_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);

@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-use crate::names::UnknownName;
+use crate::unknown_name::UnknownName;
 
 /// Error for invalid settings of a traffic generator.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]

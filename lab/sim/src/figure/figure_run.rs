@@ -5,9 +5,9 @@ use std::collections::HashMap;
 use anyhow::Context;
 use rayon::prelude::*;
 
-use super::expand::{FigureRunPlan, PlotPoint};
-use super::job::SimulationJobOutcome;
+use super::figure_run_plan::{FigureRunPlan, PlotPoint};
 use super::scenario::FigureScenario;
+use super::simulation_job::SimulationJobOutcome;
 use super::table::{CurveCell, FigureCurve, FigureTable, PanelTable};
 use crate::seed_summary::SeedSummary;
 

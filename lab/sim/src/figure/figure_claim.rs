@@ -3,7 +3,7 @@
 use coreward_config::Spanned;
 use serde::{Deserialize, Serialize};
 
-use super::point::is_same_x;
+use super::axis_points::is_same_x;
 use super::table::{CurveCell, FigureCurve, FigureTable, PanelTable};
 
 /// Statement of a paper, and the check that decides whether it holds for a value, a ratio of two values, or an order.
