@@ -40,7 +40,7 @@ pub struct ConnectionSweeper {
     queued_connections: BTreeMap<SocketQueryQueueKey, Vec<ConnectionEntry>>,
     open_queries: BTreeMap<u64, OpenSocketQuery>,
     open_query_counts: HashMap<ServerId, usize>,
-    /// Time from which each connection (by table index) may be queued again.
+    /// Earliest time at which each connection (by table index) may be queued for another query.
     earliest_requery_times: HashMap<ConnectionIndex, Duration>,
     absent_agents: HashMap<ServerId, AbsentAgent>,
     last_queried_queue: Option<SocketQueryQueueKey>,

@@ -6,7 +6,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::time::Duration;
 
-/// Returns the time of CLOCK_MONOTONIC (ns), which is the same in every namespace and process.
+/// Returns the time of CLOCK_MONOTONIC (ns), which is the same in all processes of a time namespace.
 pub fn now_ns() -> u64 {
     let monotonic_time =
         nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every kernel has this clock");

@@ -36,7 +36,7 @@ pub enum NicModel {
 }
 
 impl NicModel {
-    /// Returns the name of the driver's kernel module, which also names the NIC.
+    /// Returns the name of the driver's kernel module, by which results name the NIC.
     pub fn driver_name(self) -> &'static str {
         match self {
             NicModel::Virtio => "virtio_net",

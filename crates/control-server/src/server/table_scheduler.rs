@@ -31,7 +31,7 @@ async fn make_tables_each_interval(controller_state: &ControllerState) {
     }
 }
 
-/// Makes due tables whenever the tasks that receive reports have not done so. Never returns.
+/// Computes each due table that the tasks that receive reports have not yet computed. Never returns.
 async fn make_tables_on_change(controller_state: &ControllerState) {
     loop {
         controller_state.wait_until_tables_due().await;
